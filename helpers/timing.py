@@ -1,9 +1,16 @@
-"""Fair comparisons: warm-up, interleaved repeats, median, spread, ratio."""
+"""Fair comparisons: warm-up, interleaved repeats, median, spread, ratio.
 
+The notebook that teaches them: ``00_start_here``.
+"""
+
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape
 from statistics import median
+
+from tqdm import tqdm
 
 MINIMUM_REPEATS = 3
 
@@ -26,15 +33,46 @@ class Stopwatch:
         self.seconds = time.perf_counter() - self._start
 
 
+class Throughput(Stopwatch):
+    """Stopwatch with a progress bar that counts samples.
+
+    ``total`` is the number of samples to come, ``label`` stands before the bar. Call
+    ``update(count)`` after each batch; ``samples_per_second`` is there when the block has ended.
+    """
+
+    def __init__(self, total: int, label: str = ""):
+        self._bar = tqdm(
+            total=total, desc=label, unit=" samples", file=sys.stdout, leave=False, delay=0.5
+        )
+        self.samples = 0
+
+    def update(self, count: int) -> None:
+        self.samples += count
+        self._bar.update(count)
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self._bar.close()
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Times of several variants that took turns.
 
     ``seconds`` maps each variant's name to its times, one a round, in seconds. The first
-    variant is the baseline.
+    variant is the baseline. ``beside`` adds columns to the table, so that no speed-up stands
+    without its metric: it maps a column's name to a value for each variant.
+
+    Raises ValueError for fewer than two variants, rounds that differ in number, fewer than
+    ``MINIMUM_REPEATS`` rounds, or a column that lacks a variant.
     """
 
     seconds: dict[str, list[float]]
+    beside: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def __post_init__(self):
         counts = {name: len(times) for name, times in self.seconds.items()}
@@ -43,9 +81,13 @@ class Comparison:
         if len(set(counts.values())) > 1:
             raise ValueError(f"every variant needs the same number of repeats, got {counts}")
         _refuse_too_few(min(counts.values()))
+        for column, values in self.beside.items():
+            if values.keys() != counts.keys():
+                raise ValueError(f"column {column!r} needs a value for each of {list(counts)}")
 
     @property
     def baseline(self) -> str:
+        """Name of the variant that the others are compared with."""
         return next(iter(self.seconds))
 
     def median(self, name: str) -> float:
@@ -66,37 +108,49 @@ class Comparison:
         """Median over the rounds of baseline time / variant time."""
         return median(self.speedups(name))
 
-    def is_clear(self, name: str) -> bool:
-        """Whether every round agrees on which of baseline and variant is faster."""
-        ratios = self.speedups(name)
-        return min(ratios) > 1 or max(ratios) < 1
-
-    def rows(self) -> list[dict]:
-        """One row a variant: name, median in seconds, spread, speed-up, and the verdict."""
-        return [
-            {
-                "variant": name,
-                "median s": self.median(name),
-                "spread": self.spread(name),
-                "speed-up": self.speedup(name),
-                "verdict": "baseline" if name == self.baseline else self.verdict(name),
-            }
-            for name in self.seconds
-        ]
-
     def verdict(self, name: str) -> str:
-        if not self.is_clear(name):
-            return "no clear difference: the spread is larger than it"
-        return "faster" if self.speedup(name) > 1 else "slower"
+        """Faster or slower than the baseline, where all rounds agree on it."""
+        if name == self.baseline:
+            return "baseline"
+        ratios = self.speedups(name)
+        if min(ratios) > 1:
+            return "faster"
+        if max(ratios) < 1:
+            return "slower"
+        return "unclear: the spread is larger than the difference"
+
+    def rows(self) -> list[dict[str, object]]:
+        """The table, one row a variant; times in seconds, ratios as median (min-max)."""
+        table = []
+        for name in self.seconds:
+            ratios = self.speedups(name)
+            speedup = f"{median(ratios):.2f}x"
+            if name != self.baseline:
+                speedup += f" ({min(ratios):.2f}-{max(ratios):.2f})"
+            table.append(
+                {
+                    "variant": name,
+                    "median": f"{self.median(name):.3g} s",
+                    "spread": f"{self.spread(name):.0%}",
+                    "speed-up": speedup,
+                    "verdict": self.verdict(name),
+                }
+                | {column: values[name] for column, values in self.beside.items()}
+            )
+        return table
 
     def _repr_html_(self) -> str:
-        head = "<tr><th>variant<th>median<th>spread<th>speed-up<th>verdict"
+        rows = self.rows()
+        head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
         body = "".join(
-            f"<tr><td>{row['variant']}<td>{row['median s']:.4g} s<td>±{row['spread'] / 2:.0%}"
-            f"<td>{row['speed-up']:.2f}x<td>{row['verdict']}"
-            for row in self.rows()
+            "<tr>" + "".join(f"<td>{escape(str(value))}</td>" for value in row.values()) + "</tr>"
+            for row in rows
         )
-        return f"<table>{head}{body}</table>"
+        rounds = len(self.seconds[self.baseline])
+        return (
+            f"<table><tr>{head}</tr>{body}</table>"
+            f"<p>{rounds} rounds, variants in turn; spread is (max - min) / median.</p>"
+        )
 
 
 def compare(
