@@ -1,0 +1,129 @@
+"""The course's figures, in one style. Each function returns a matplotlib Figure.
+
+A notebook shows the figure that is its cell's last value.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+
+# Okabe and Ito's palette, told apart by colour-blind readers too (jfly.uni-koeln.de/color).
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+PREDICTION = "#666666"
+STYLE = {
+    "figure.figsize": (7, 4),
+    "figure.dpi": 100,
+    "figure.constrained_layout.use": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titlesize": "medium",
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": "small",
+}
+
+
+@contextmanager
+def figure():
+    """Gives ``(figure, axes)`` in the course's style.
+
+    The figure is closed for pyplot when the block ends, so that a notebook shows it once: where
+    it is a cell's value.
+    """
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
+        fig, ax = plt.subplots()
+        try:
+            yield fig, ax
+        finally:
+            plt.close(fig)
+
+
+def roofline(
+    points: Mapping[str, Sequence[tuple[float, float]]],
+    bandwidth: float,
+    peaks: Mapping[str, float],
+    predicted: Mapping[str, float] | None = None,
+    title: str = "",
+):
+    """Speed over arithmetic intensity, below the roof min(peak, bandwidth x intensity).
+
+    ``points`` maps a variant to pairs of FLOP/byte and GFLOP/s; ``bandwidth`` is in GB/s, ``peaks``
+    in GFLOP/s by variant, ``predicted`` the reader's guess of some peaks. Source: Williams,
+    Waterman and Patterson 2009, "Roofline", CACM 52(4). The notebook that teaches it:
+    ``02_bf16_and_amx``.
+    """
+    intensities = [intensity for series in points.values() for intensity, _ in series]
+    left, right = min(intensities) / 1.5, max(intensities) * 1.5
+    with figure() as (fig, ax):
+        for color, (name, series) in zip(COLORS, points.items(), strict=False):
+            corner = min(max(peaks[name] / bandwidth, left), right)
+            roof = [min(peaks[name], bandwidth * x) for x in (left, corner, right)]
+            ax.plot((left, corner, right), roof, color=color, alpha=0.5)
+            ax.plot(*zip(*series, strict=True), "o", color=color, label=name)
+            if predicted and name in predicted:
+                ax.axhline(
+                    predicted[name],
+                    color=color,
+                    linestyle=":",
+                    label=f"{name}: peak that you predicted",
+                )
+        ax.set(xscale="log", yscale="log", title=title)
+        ax.set(xlabel="arithmetic intensity, FLOP/byte", ylabel="GFLOP/s")
+        ax.legend(loc="lower right")
+    return fig
+
+
+def prediction(predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]], label: str):
+    """The reader's predictions beside the measurements: median as a bar, range as a whisker.
+
+    Both map a name to values in the unit that ``label`` names; ``measured`` has one value a round.
+    """
+    with figure() as (fig, ax):
+        rows = range(len(measured))
+        middles = [median(values) for values in measured.values()]
+        below = [
+            middle - min(values) for middle, values in zip(middles, measured.values(), strict=True)
+        ]
+        above = [
+            max(values) - middle for middle, values in zip(middles, measured.values(), strict=True)
+        ]
+        ax.barh(rows, middles, xerr=(below, above), color=COLORS[0], height=0.5, label="measured")
+        ax.plot(
+            [predicted[name] for name in measured],
+            rows,
+            "D",
+            color=PREDICTION,
+            markerfacecolor="white",
+            label="predicted by you",
+        )
+        ax.set_yticks(rows, list(measured))
+        ax.invert_yaxis()
+        ax.set_xlim(left=0)
+        ax.set_xlabel(label)
+        ax.legend()
+        fig.set_figheight(1.2 + 0.6 * len(measured))
+    return fig
+
+
+def curves(
+    x: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    xlabel: str,
+    ylabel: str,
+    log: bool = False,
+):
+    """Lines over a common x; ``log`` makes both axes logarithmic (x to base 2)."""
+    with figure() as (fig, ax):
+        for color, (name, values) in zip(COLORS, series.items(), strict=False):
+            ax.plot(x, values, "o-", color=color, label=name)
+        if log:
+            ax.set_xscale("log", base=2)
+            ax.set_yscale("log")
+        ax.set(xlabel=xlabel, ylabel=ylabel)
+        ax.legend()
+    return fig

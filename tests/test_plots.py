@@ -1,0 +1,50 @@
+import pytest
+
+from helpers import plots
+
+matplotlib = pytest.importorskip("matplotlib", reason="figures need matplotlib")
+matplotlib.use("Agg")
+
+
+def lines(figure):
+    return {line.get_label(): line for line in figure.axes[0].get_lines()}
+
+
+def test_a_roof_bends_where_bandwidth_meets_the_peak():
+    fig = plots.roofline({"fp32": [(1, 9), (100, 180)]}, bandwidth=10, peaks={"fp32": 200})
+    roof = fig.axes[0].get_lines()[0]
+    corner = list(roof.get_xdata()).index(20)
+    assert roof.get_ydata()[corner] == 200
+    assert roof.get_ydata()[-1] == 200
+    assert roof.get_ydata()[0] == pytest.approx(10 * roof.get_xdata()[0])
+    assert list(lines(fig)["fp32"].get_ydata()) == [9, 180]
+
+
+def test_a_roof_beyond_the_points_stays_inside_the_picture():
+    fig = plots.roofline({"fp32": [(1, 9), (2, 18)]}, bandwidth=10, peaks={"fp32": 200})
+    roof = fig.axes[0].get_lines()[0]
+    assert max(roof.get_xdata()) == 3
+    assert max(roof.get_ydata()) == 30
+
+
+def test_predictions_stand_beside_the_median_and_the_range():
+    fig = plots.prediction({"bf16": 3.0}, {"bf16": [1.5, 2.0, 4.0]}, "speed-up")
+    assert list(lines(fig)["predicted by you"].get_xdata()) == [3.0]
+    (bar,) = fig.axes[0].patches
+    assert bar.get_width() == 2.0
+    (whisker,) = fig.axes[0].collections[0].get_segments()
+    assert [x for x, _ in whisker] == [1.5, 4.0]
+
+
+def test_a_missing_prediction_is_an_error():
+    with pytest.raises(KeyError, match="bf16"):
+        plots.prediction({}, {"bf16": [1.0]}, "speed-up")
+
+
+def test_figures_are_closed_and_leave_the_readers_style_alone():
+    import matplotlib.pyplot as plt
+
+    before = plt.rcParams["axes.grid"]
+    plots.curves([1, 2], {"a": [1, 2]}, "x", "y", log=True)
+    assert plt.get_fignums() == []
+    assert plt.rcParams["axes.grid"] == before
