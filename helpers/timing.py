@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from html import escape
 from statistics import median
 
 from tqdm import tqdm
+
+from helpers.tables import Table
 
 MINIMUM_REPEATS = 3
 
@@ -140,15 +141,9 @@ class Comparison:
         return table
 
     def _repr_html_(self) -> str:
-        rows = self.rows()
-        head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(str(value))}</td>" for value in row.values()) + "</tr>"
-            for row in rows
-        )
         rounds = len(self.seconds[self.baseline])
         return (
-            f"<table><tr>{head}</tr>{body}</table>"
+            f"{Table(self.rows())._repr_html_()}"
             f"<p>{rounds} rounds, variants in turn; spread is (max - min) / median.</p>"
         )
 
