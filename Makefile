@@ -1,7 +1,13 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: setup run test lab lint
+# Jupyter, the hub's cache and matplotlib write into the home folder; a read-only one is replaced.
+ifneq ($(shell test -w "$$HOME" && echo writable),writable)
+export HOME := $(CURDIR)/build/home
+$(shell mkdir -p "$(HOME)")
+endif
+
+.PHONY: setup run test lab lint lock
 
 setup:
 	@env/setup.sh
@@ -20,3 +26,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/nbstripout --verify notebooks/*.ipynb
+
+# The checksum lets a test notice a lock that is older than the requirements.
+lock: setup
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" --output-file env/requirements.lock env/requirements.txt
+	sed -i "1i # sha256 of requirements.txt: $$(sha256sum < env/requirements.txt | cut -d' ' -f1)" \
+		env/requirements.lock

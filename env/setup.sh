@@ -1,67 +1,110 @@
 #!/usr/bin/env bash
 # Makes .venv with the course stack and checks that it works. Safe to run again.
+#   PYTHON=/path/to/python3.12 env/setup.sh    chooses the interpreter
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-venv=.venv
-requirements=env/requirements.txt
-stamp=$venv/requirements.sha256
+python=.venv/bin/python
+stamp=.venv/setup.stamp
 cpu_index=https://download.pytorch.org/whl/cpu
+candidates=${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}
 
 say() { printf '[setup] %s\n' "$*"; }
 die() { printf '[setup] ERROR: %s\n' "$*" >&2; exit 1; }
+trap 'die "interrupted. Run env/setup.sh again: it goes on from the finished downloads."' INT TERM
+
+# An environment cannot be moved, so the stamp also tells where it was made.
+wanted="$PWD $(cat env/requirements.txt env/requirements.lock | sha256sum)"
+works() { "$python" -c '' 2>/dev/null; }
+ready() { [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && works; }
+if ready; then exit 0; fi
+
+exec 9<env/setup.sh
+if ! flock --nonblock 9; then
+    say "another set-up is at work here; waiting for it (30 minutes at most)"
+    flock --wait 1800 9 || die "the other set-up has not finished. Stop it, then run env/setup.sh again."
+    if ready; then exit 0; fi
+fi
+
+[[ $(uname -sm) == "Linux x86_64" ]] || die "the course needs x86-64 Linux; this is $(uname -sm)."
 
 find_python() {
-    local python
-    for python in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
-        if "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
-            echo "$python"
+    local candidate
+    for candidate in $candidates; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then
+            echo "$candidate"
             return
         fi
     done
-    die "no Python 3.11-3.13 found (tried: ${PYTHON:-python3, python3.13, python3.12, python3.11}).
-        On Debian or Ubuntu: sudo apt-get install python3 python3-venv
-        Or name one: PYTHON=/path/to/python3.12 env/setup.sh"
+    die "no Python 3.10-3.13 found (tried: $candidates).
+    On Debian or Ubuntu: sudo apt-get install python3 python3-venv
+    Or name one: PYTHON=/path/to/python3.12 env/setup.sh"
 }
 
-checksum=$(sha256sum "$requirements" | cut -d' ' -f1)
-if [[ -f $stamp && $(<"$stamp") == "$checksum" && -x $venv/bin/python ]]; then
-    exit 0
-fi
-
-python=$(find_python)
-say "Python: $("$python" --version) ($(command -v "$python"))"
-"$python" -m venv "$venv" || die "cannot make $venv. On Debian or Ubuntu: sudo apt-get install python3-venv"
-
-# One short probe, so that an unreachable index is found out at once and not after pip's retries.
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-pip download --quiet --no-deps --retries 0 --timeout 10 --dest "$venv/probe" six==1.17.0 \
-    || die "the Python package index cannot be reached. Check the network, HTTPS_PROXY, or 'pip config list', then run env/setup.sh again."
-rm -rf "$venv/probe"
-
-torch_index=()
-if "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$cpu_index/torch/', timeout=5)" 2>/dev/null; then
-    say "torch: CPU build, from $cpu_index"
-    torch_index=(--extra-index-url "$cpu_index")
-    torch_pin=$(grep '^torch==' "$requirements")+cpu
-    pip install "${torch_index[@]}" "$torch_pin"
+if [[ -f $stamp && $(<"$stamp") == "$PWD "* ]] && works; then
+    say "the pins have changed; bringing .venv up to date"
 else
-    say "torch: default build from the package index (its CPU-only index cannot be reached). About 6.8 GB on disk."
+    base=$(find_python)
+    version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    say "Python $version ($(command -v "$base"))"
+    "$base" -c 'import ensurepip, venv' 2>/dev/null || die "this Python cannot make environments.
+    On Debian or Ubuntu: sudo apt-get install python$version-venv"
+    # What a half-way set-up has left is removed, except its downloads.
+    if [[ -d .venv ]]; then
+        find .venv/ -mindepth 1 -maxdepth 1 ! -name cache -exec rm -rf {} +
+    fi
+    "$base" -m venv .venv || die "cannot make $PWD/.venv; the reason stands above."
+fi
+rm -f "$stamp"
+
+# uv is several times faster than pip. Fetching it with pip, without retries, also finds out in
+# seconds whether the index can be reached.
+pip() { "$python" -m pip --disable-pip-version-check --no-cache-dir "$@"; }
+say "fetching the installer"
+pip install --quiet --retries 0 --timeout 10 "$(grep '^uv==' env/requirements.txt)" \
+    || die "the Python package index cannot be reached.
+    Check the network, HTTPS_PROXY and '.venv/bin/pip config list', then run env/setup.sh again."
+
+# uv does not read pip's configuration: hand over an index or a certificate that stands there.
+pip_setting() { pip config list | sed -n "s/^.*\.$1='\(.*\)'$/\1/p" | head -n 1; }
+index=$(pip_setting index-url)
+certificate=$(pip_setting cert)
+if [[ $index ]]; then export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}; fi
+if [[ $certificate ]]; then export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificate}; fi
+export UV_CACHE_DIR=${UV_CACHE_DIR:-$PWD/.venv/cache}
+
+if timeout 10 "$python" -c "import urllib.request as u; u.urlopen('$cpu_index/torch/', timeout=5)" 2>/dev/null; then
+    say "torch: the CPU build, from $cpu_index"
+    # the lock holds the hashes of the package index, which this build is not on
+    torch=(--torch-backend cpu --no-verify-hashes)
+    gigabytes=4
+else
+    say "torch: the default build, from the package index ($cpu_index cannot be reached)"
+    torch=()
+    gigabytes=9
 fi
 
-say "installing $requirements (a few minutes)"
-pip install "${torch_index[@]}" -r "$requirements" \
-    || die "the installation failed; the reason stands above. Run env/setup.sh again: finished downloads are kept."
+free=$(df --output=avail -k . | tail -n 1)
+used=$(du -sk .venv | cut -f1)
+(((free + used) >> 20 >= gigabytes)) || die "not enough disk space: $PWD needs $gigabytes GB, $((free >> 20)) GB are free.
+    Make room, then run env/setup.sh again."
 
-"$venv/bin/python" - <<'PY' || die "the installed stack does not import; delete .venv and run env/setup.sh again."
-import warnings
+say "installing env/requirements.txt, about $gigabytes GB (a few minutes)"
+.venv/bin/uv pip install --python "$python" -r env/requirements.txt -c env/requirements.lock -e . "${torch[@]}" \
+    || die "the installation failed; the reason stands above.
+    Mend it, or wait for a better line, then run env/setup.sh again: finished downloads are kept."
 
-warnings.simplefilter("ignore")
-import intel_extension_for_pytorch as ipex
-import torch
-import transformers
+say "checking that it works"
+"$python" - 2>.venv/check.log <<'PY' || die "the stack does not import: $(tail -n 1 .venv/check.log)
+    .venv/check.log has it all. Run 'rm -rf .venv', then env/setup.sh again."
+import importlib
+from importlib.metadata import version
 
-print(f"[setup] torch {torch.__version__}, IPEX {ipex.__version__}, transformers {transformers.__version__}")
+for module in ("torch", "intel_extension_for_pytorch", "transformers", "datasets", "helpers"):
+    importlib.import_module(module)
+for package in ("torch", "intel-extension-for-pytorch", "transformers"):
+    print(f"[setup] {package} {version(package)}")
 PY
-echo "$checksum" > "$stamp"
-say "ready"
+rm -rf .venv/cache .venv/check.log
+echo "$wanted" > "$stamp"
+say "ready: .venv"

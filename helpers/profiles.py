@@ -1,9 +1,14 @@
 """Reads the size switch of the course: env/profiles/*.toml, chosen by ``COURSE_PROFILE``."""
 
 import os
-import tomllib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 FOLDER = Path(__file__).resolve().parent.parent / "env" / "profiles"
 VARIABLE = "COURSE_PROFILE"
