@@ -64,17 +64,18 @@ def roofline(
             corner = min(max(peaks[name] / bandwidth, left), right)
             roof = [min(peaks[name], bandwidth * x) for x in (left, corner, right)]
             ax.plot((left, corner, right), roof, color=color, alpha=0.5)
-            ax.plot(*zip(*series, strict=True), "o", color=color, label=name)
+            ax.plot(*zip(*series, strict=True), "o--", linewidth=0.8, color=color, label=name)
             if predicted and name in predicted:
                 ax.axhline(
                     predicted[name],
                     color=color,
                     linestyle=":",
-                    label=f"{name}: peak that you predicted",
+                    label=f"{name},\npeak that you predicted",
                 )
         ax.set(xscale="log", yscale="log", title=title)
         ax.set(xlabel="arithmetic intensity, FLOP/byte", ylabel="GFLOP/s")
-        ax.legend(loc="lower right")
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        fig.set_figwidth(9)
     return fig
 
 
