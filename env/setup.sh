@@ -77,7 +77,7 @@ if timeout 10 "$python" -c "import urllib.request as u; u.urlopen('$cpu_index/to
     say "torch: the CPU build, from $cpu_index"
     # the lock holds the hashes of the package index, which this build is not on
     torch=(--torch-backend cpu --no-verify-hashes)
-    gigabytes=4
+    gigabytes=3
 else
     say "torch: the default build, from the package index ($cpu_index cannot be reached)"
     torch=()
@@ -96,7 +96,7 @@ say "installing env/requirements.txt, about $gigabytes GB (a few minutes)"
 
 say "checking that it works"
 "$python" - 2>.venv/check.log <<'PY' || die "the stack does not import: $(tail -n 1 .venv/check.log)
-    .venv/check.log has it all. Run 'rm -rf .venv', then env/setup.sh again."
+    .venv/check.log has it all. Run env/setup.sh again: it builds .venv afresh."
 import importlib
 from importlib.metadata import version
 

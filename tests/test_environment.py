@@ -1,11 +1,18 @@
-"""The pins agree: requirements.txt, its lock, and environment.yml."""
+"""The pins agree (requirements.txt, its lock, environment.yml); notebooks run in this stack."""
 
 import hashlib
+import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
+from nbformat.v4 import new_code_cell, new_notebook
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
@@ -66,3 +73,43 @@ def test_a_bad_lock_is_found(change, problem):
 def test_conda_users_get_the_same_pins():
     dependencies = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     assert dependencies == ["python=3.11", "pip", {"pip": ["-r env/requirements.txt", "-e ."]}]
+
+
+def run_pytest_on_a_notebook(code: str, home: Path) -> subprocess.CompletedProcess:
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        nbformat.write(new_notebook(cells=[new_code_cell(code)]), Path(folder) / "00.ipynb")
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "--nbmake", folder],
+            cwd=ROOT,
+            env=os.environ | {"HOME": str(home)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+
+def test_a_kernel_of_the_same_name_in_the_home_folder_does_not_take_over(tmp_path):
+    planted = tmp_path / ".local" / "share" / "jupyter" / "kernels" / "python3"
+    planted.mkdir(parents=True)
+    spec = {"argv": ["/bin/false"], "display_name": "another", "language": "python"}
+    (planted / "kernel.json").write_text(json.dumps(spec))
+    code = f"import sys, helpers; assert sys.prefix == {sys.prefix!r}"
+    result = run_pytest_on_a_notebook(code, home=tmp_path)
+    assert result.returncode == 0, result.stdout
+
+
+def test_a_read_only_home_is_replaced():
+    code = "import os, pathlib; assert os.access(pathlib.Path.home(), os.W_OK)"
+    result = run_pytest_on_a_notebook(code, home=Path("/proc/nowhere"))
+    assert result.returncode == 0, result.stdout
+    show = subprocess.run(
+        ["make", "--silent", "--eval", "show:; @echo $$HOME", "show"],
+        cwd=ROOT,
+        env=os.environ | {"HOME": "/proc/nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=10,
+    )
+    assert show.stdout == f"{ROOT / 'build' / 'home'}\n", show.stderr

@@ -175,7 +175,7 @@ def test_a_full_disk_is_noticed_before_the_download(checkout):
     stand_in(checkout, "df", "#!/bin/sh\necho Avail\necho 2097152\n")
     code, out = setup(checkout)
     assert code == 1
-    assert "needs 4 GB, 2 GB are free" in out
+    assert "needs 3 GB, 2 GB are free" in out
     assert "uv pip" not in calls(checkout)
 
 
