@@ -19,8 +19,9 @@ test: setup lint
 	$(BIN)/pytest tests
 	$(BIN)/pytest --nbmake notebooks
 
+# JupyterLab refuses root, which is who one is in many containers, unless told so.
 lab: setup
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 lint: setup
 	$(BIN)/ruff check .

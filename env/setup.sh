@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 python=.venv/bin/python
 stamp=.venv/setup.stamp
 cpu_index=https://download.pytorch.org/whl/cpu
-candidates=${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}
+candidates=(python3 python3.13 python3.12 python3.11 python3.10)
+if [[ ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
 
 say() { printf '[setup] %s\n' "$*"; }
 die() { printf '[setup] ERROR: %s\n' "$*" >&2; exit 1; }
@@ -30,13 +31,13 @@ fi
 
 find_python() {
     local candidate
-    for candidate in $candidates; do
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    die "no Python 3.10-3.13 found (tried: $candidates).
+    die "no Python 3.10-3.13 found (tried: ${candidates[*]}).
     On Debian or Ubuntu: sudo apt-get install python3 python3-venv
     Or name one: PYTHON=/path/to/python3.12 env/setup.sh"
 }

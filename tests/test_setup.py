@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Does what setup.sh asks an interpreter for; FAULT names what goes wrong. Notes each call.
-PYTHON = f"""#!{sys.executable}
+PYTHON = f"""#!{Path(sys.executable).resolve()}
 import os, shutil, sys
 from pathlib import Path
 
