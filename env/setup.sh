@@ -82,7 +82,7 @@ if timeout 10 "$python" -c "import urllib.request as u; u.urlopen('$cpu_index/to
 else
     say "torch: the default build, from the package index ($cpu_index cannot be reached)"
     torch=()
-    gigabytes=9
+    gigabytes=8
 fi
 
 free=$(df --output=avail -k . | tail -n 1)
