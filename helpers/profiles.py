@@ -24,11 +24,13 @@ class ProfileError(ValueError):
 class Task:
     """One experiment of a profile.
 
-    ``max_length`` and ``stride`` are in tokens, ``batch_size`` in samples a rank, ``minutes`` the
-    expected time of one run. ``train_samples`` and ``eval_samples`` count examples; None is all.
+    ``data`` is where the samples come from (``helpers.data``). ``max_length`` and ``stride`` are
+    in tokens, ``batch_size`` in samples a rank, ``minutes`` the expected time of one run.
+    ``train_samples`` and ``eval_samples`` count examples; None is all.
     """
 
     model: str
+    data: str
     train_samples: int | None
     eval_samples: int | None
     max_length: int
@@ -58,11 +60,17 @@ def _is_positive(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
 
 
+def _is_data(value) -> bool:
+    # A folder has a slash in its name, so that a misspelt "buitin" is not taken for one.
+    return isinstance(value, str) and (value in ("auto", "hub", "builtin") or "/" in value)
+
+
 COUNT = (_is_count, "a whole number from 1")
 SAMPLES = (lambda value: value == "all" or _is_count(value), 'a whole number from 1, or "all"')
 POSITIVE = (_is_positive, "a number above 0")
 RULES = {
     "model": (lambda value: isinstance(value, str) and value != "", "a name or a folder, as text"),
+    "data": (_is_data, '"auto", "hub", "builtin", or a folder with a slash in its name'),
     "train_samples": SAMPLES,
     "eval_samples": SAMPLES,
     "max_length": COUNT,

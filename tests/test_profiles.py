@@ -20,6 +20,16 @@ def test_paper_is_the_published_experiment():
     assert paper.squad.train_samples is None
 
 
+def test_data_may_be_a_folder(tmp_path):
+    (tmp_path / "mine.toml").write_text(LAPTOP.replace('"builtin"', '"~/data"', 1))
+    assert profiles.load("mine", folder=tmp_path).mrpc.data == "~/data"
+
+
+def test_only_laptop_needs_no_hub():
+    sources = {name: profiles.load(name).squad.data for name in ("laptop", "workshop", "paper")}
+    assert sources == {"laptop": "builtin", "workshop": "hub", "paper": "hub"}
+
+
 def test_the_variable_chooses_and_laptop_is_the_default(monkeypatch):
     monkeypatch.delenv(profiles.VARIABLE, raising=False)
     assert profiles.load().name == "laptop"
@@ -42,6 +52,8 @@ def test_an_unknown_profile_names_the_allowed_ones(monkeypatch):
         ("epochs = 1\n", "", "key 'epochs' is missing"),
         ("learning_rate = 2e-4", "learning_rate = nan", "learning_rate = nan is refused"),
         ("train_samples = 640", 'train_samples = "some"', '"all"'),
+        ('data = "builtin"', 'data = "buitin"', '"auto", "hub", "builtin", or a folder'),
+        ('data = "builtin"', "data = 1", "data = 1 is refused"),
         ("ranks = 2", 'ranks = "2"', "ranks = '2' is refused"),
         ("stride = 32", "stride = 128", "less than max_length = 128"),
         ("max_length = 128", "max_length = 128\nstride = 3", "unknown key 'stride'"),
