@@ -4,6 +4,8 @@ import queue
 import threading
 
 LIMIT = 3.0
+# A small file that every repository of the kind has.
+FILES = {"model": "config.json", "dataset": "README.md"}
 
 
 class HubError(RuntimeError):
@@ -11,15 +13,15 @@ class HubError(RuntimeError):
 
 
 def check(repository: str, kind: str, limit: float = LIMIT) -> None:
-    """Asks the hub for a repository; ``kind`` is "model" or "dataset", ``limit`` in seconds.
+    """Asks the hub for a file of a repository; ``kind`` is "model" or "dataset".
 
     The hub's address is ``HF_ENDPOINT``, else huggingface.co. With ``HF_HUB_OFFLINE=1`` nothing
     is asked: the libraries then use their cache, or fail at once.
     Raises HubError, saying why, after ``limit`` seconds at the latest.
     """
     import requests
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub import constants, errors, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     if constants.HF_HUB_OFFLINE:
         return
@@ -28,18 +30,22 @@ def check(repository: str, kind: str, limit: float = LIMIT) -> None:
 
     def ask():
         try:
-            HfApi().repo_info(repository, repo_type=kind, timeout=limit)
+            url = hf_hub_url(repository, FILES[kind], repo_type=kind)
+            reply = get_session().head(
+                url, headers=build_hf_headers(), timeout=limit, allow_redirects=True
+            )
+            hf_raise_for_status(reply)
             answer.put(None)
-        except RepositoryNotFoundError:
+        except errors.RepositoryNotFoundError:
             answer.put(f"it has no {kind} {repository!r} that you may read")
-        except HfHubHTTPError as error:
+        except errors.HfHubHTTPError as error:
             answer.put(f"it answers with HTTP status {error.response.status_code}")
         except requests.Timeout:
             answer.put(silent)
         except requests.ConnectionError:
             answer.put("no connection")
         except Exception as error:
-            answer.put(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            answer.put(f"{type(error).__name__}: {error}")
 
     # A name look-up can't be given a limit: the thread that waits for it is left behind.
     threading.Thread(target=ask, daemon=True).start()
