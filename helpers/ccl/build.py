@@ -1,0 +1,199 @@
+"""Compiles the backend once and loads it: ``python -m helpers.ccl.build``.
+
+The notebook that uses it: ``07_collectives``.
+"""
+
+import fcntl
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+SOURCE = Path(__file__).with_name("backend.cpp")
+NAME = "ccl_backend"
+LOCK_SECONDS = 600
+
+
+class BuildError(RuntimeError):
+    """The backend can't be compiled or loaded; the message says why and what to do."""
+
+
+def _directory() -> Path:
+    return Path(sys.prefix) / "share" / NAME
+
+
+def _oneccl() -> Path:
+    """The folder with oneCCL's ``include`` and ``lib``: oneAPI's, or where pip puts them."""
+    root = Path(os.environ.get("CCL_ROOT", sys.prefix))
+    for needed in ("lib/libccl.so.1", "include/oneapi/ccl.hpp"):
+        if not (root / needed).exists():
+            raise BuildError(
+                f"oneCCL is not installed: no {root / needed}. "
+                "Run env/setup.sh, or 'pip install oneccl-cpu-devel==2021.15.2'"
+            )
+    return root
+
+
+def _compiler() -> str | None:
+    """First line of the compiler's ``--version``, None where there is no compiler."""
+    command = os.environ.get("CXX", "c++")
+    if not shutil.which(command):
+        return None
+    answer = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60)
+    return answer.stdout.partition("\n")[0]
+
+
+def _check_compiler(compiler: str | None) -> None:
+    command = os.environ.get("CXX", "c++")
+    if compiler is None:
+        raise BuildError(
+            f"no C++ compiler: {command!r} is not found. "
+            "On Debian or Ubuntu: sudo apt-get install g++; then run env/setup.sh again"
+        )
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise BuildError(
+            f"no {headers / 'Python.h'}. On Debian or Ubuntu: "
+            f"sudo apt-get install python{sysconfig.get_python_version()}-dev"
+        )
+    probe = subprocess.run(
+        [command, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"],
+        input="#include <optional>\nstd::optional<int> number;\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if probe.returncode:
+        raise BuildError(
+            f"the compiler ({compiler}) is too old for C++17: GCC 9 or newer is needed"
+        )
+
+
+def _recipe() -> dict[str, str]:
+    """What the result depends on."""
+    import torch
+
+    return {
+        "source": SOURCE.read_text(),
+        "python": sys.version,
+        "torch": torch.__version__,
+        "oneCCL": (_oneccl() / "include/oneapi/ccl/config.h").read_text(),
+    }
+
+
+def _built(recipe: dict[str, str], compiler: str | None) -> bool:
+    """Whether the library is there, and fits. Without a compiler, any compiler's is good."""
+    try:
+        found = json.loads((_directory() / "built.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
+    return found == recipe | {"compiler": compiler or found.get("compiler")}
+
+
+@contextmanager
+def _locked():
+    """One rank builds, the others wait. The lock ends with its process."""
+    path = _directory().with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as cause:
+        raise BuildError(f"no place for the backend: {cause}") from cause
+    with file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(
+                        f"another process has held {path} for {LOCK_SECONDS} s: end it"
+                    ) from None
+                time.sleep(0.1)
+        yield
+
+
+def _compile(recipe: dict[str, str], compiler: str | None) -> None:
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime"
+    from torch.utils import cpp_extension
+
+    directory, root = _directory(), _oneccl()
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    print(f"[ccl] compiling the backend for torch {recipe['torch']} with {compiler}", flush=True)
+    start = time.monotonic()
+    try:
+        cpp_extension.load(
+            NAME,
+            [str(SOURCE)],
+            extra_include_paths=[str(root / "include")],
+            extra_cflags=["-O2"],
+            extra_ldflags=[
+                f"-L{root}/lib",
+                "-lccl",
+                # an RPATH also serves the libraries that libccl opens by itself (MPI, libfabric)
+                "-Wl,--disable-new-dtags",
+                f"-Wl,-rpath,{root}/lib",
+            ],
+            build_directory=str(directory),
+            is_python_module=False,
+        )
+    except (RuntimeError, OSError) as cause:
+        log = directory / "build.log"
+        log.write_text(str(cause))
+        errors = [line for line in str(cause).splitlines() if "error" in line.lower()]
+        raise BuildError(
+            f"the backend doesn't compile with torch {recipe['torch']} and {compiler} "
+            f"(it is written for torch 2.8): {errors[-1] if errors else cause}. All of it: {log}"
+        ) from cause
+    (directory / "built.json").write_text(json.dumps(recipe | {"compiler": compiler}))
+    print(f"[ccl] compiled in {time.monotonic() - start:.0f} s: {directory}", flush=True)
+
+
+def build() -> bool:
+    """Compiles the backend where that is not done yet; True where it had to be.
+
+    It is compiled anew where its source, Python, torch, oneCCL or the compiler has changed.
+    Raises BuildError.
+    """
+    recipe, compiler = _recipe(), _compiler()
+    with _locked():
+        if _built(recipe, compiler):
+            return False
+        _check_compiler(compiler)
+        _compile(recipe, compiler)
+        return True
+
+
+def load() -> ModuleType:
+    """The backend's Python module, compiled first where needed. Raises BuildError."""
+    if NAME in sys.modules:
+        return sys.modules[NAME]
+    build()
+    spec = importlib.util.spec_from_file_location(NAME, _directory() / f"{NAME}.so")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as cause:
+        raise BuildError(
+            f"the backend can't be loaded: {cause}. Run env/setup.sh again, it installs oneCCL"
+        ) from cause
+    sys.modules[NAME] = module
+    return module
+
+
+if __name__ == "__main__":
+    try:
+        if not build():
+            print(f"[ccl] the backend is up to date: {_directory()}")
+    except BuildError as error:
+        sys.exit(f"[ccl] ERROR: {error}")
