@@ -25,13 +25,13 @@ monarch king, coast shore, pistol gun, sack bag, devil demon | teacher instructo
 """
 KINDS = """
 animal: dog horse sheep rabbit bear mouse goat pig fox deer | cat tiger cow elephant lion wolf
-fruit: apple cherry plum grape peach melon fig lime | lemon banana pear mango strawberry pineapple
+fruit: apple cherry plum grape peach fig lime | lemon banana pear mango strawberry coconut
 instrument: piano trumpet cello flute harp banjo oboe | violin guitar drum saxophone clarinet
 vehicle: car train tractor ship taxi van ferry wagon | truck bus bicycle boat motorcycle tram
 garment: shirt hat jacket sock dress scarf robe vest | coat shoe skirt glove sweater trousers
-drink: tea beer juice lemonade whiskey cider rum gin | coffee wine milk water vodka champagne
-tool: hammer axe drill wrench ladder shovel chisel | saw knife screwdriver rake scissors spade
-metal: iron silver lead nickel zinc steel mercury titanium | gold copper tin bronze aluminum brass
+drink: tea beer juice brandy whiskey soda rum gin | coffee wine milk water vodka champagne
+tool: hammer axe drill wrench ladder spade chisel | saw knife scissors shovel broom rake
+metal: iron silver lead nickel zinc steel mercury | gold copper bronze aluminum brass uranium
 color: red yellow white purple pink brown scarlet crimson | blue green black gray violet turquoise
 city: Paris Berlin Madrid Chicago Moscow Sydney Prague | London Rome Tokyo Boston Vienna Dublin
 """

@@ -36,6 +36,17 @@ def _quiet():
         transformers.logging.set_verbosity(before)
 
 
+@contextmanager
+def _clear_errors(what: str):
+    try:
+        yield
+    except Exception as error:  # each library below has errors of its own for a broken file
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"{what} can't be loaded: {type(error).__name__}: {reason}; {ADVICE}"
+        ) from error
+
+
 def _minilm() -> Path:
     package = importlib.util.find_spec(MINILM_PACKAGE)
     if package is None:
@@ -90,16 +101,12 @@ def load(name: str, task: str, say: Callable[[str], None] = print):
         raise ValueError(f"unknown task {task!r}; known are {', '.join(TASKS)}")
     place = _locate(name)
     kind, options = TASKS[task]
-    try:
-        with _quiet():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-            model, info = kind.from_pretrained(
-                place, output_loading_info=True, trust_remote_code=False, **options
-            )
-    except Exception as error:  # each library below has errors of its own for a broken file
-        raise ModelError(
-            f"{place} can't be loaded: {type(error).__name__}: {str(error).strip()}; {ADVICE}"
-        ) from error
+    with _quiet(), _clear_errors(f"the tokenizer of {place}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    with _quiet(), _clear_errors(place):
+        model, info = kind.from_pretrained(
+            place, output_loading_info=True, trust_remote_code=False, **options
+        )
     if not tokenizer.is_fast:
         raise ModelError(f"{place} has no fast tokenizer (tokenizer.json); {ADVICE}")
     new = _new_parts(name, model, info["missing_keys"])

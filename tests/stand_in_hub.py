@@ -2,14 +2,18 @@
 
 import hashlib
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -107,3 +111,28 @@ def stand_in_hub(mode="serving", repositories=()):
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def run_elsewhere(code, endpoint, home, **variables) -> str:
+    """Runs code in a fresh process, for which the hub is at ``endpoint``: what it printed."""
+    inherited = {name: value for name, value in os.environ.items() if "HF_" not in name}
+    places = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=inherited | places | variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def use_hub(monkeypatch, endpoint):
+    """Points this process's hub library to an address: it reads HF_ENDPOINT only once."""
+    from huggingface_hub import constants, file_download
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -1,18 +1,15 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from stand_in_hub import stand_in_hub
+from stand_in_hub import REPOSITORY, run_elsewhere, stand_in_hub, use_hub
 
 from helpers import data, finetune, hub, miniature, models, profiles
 from helpers.data import DataError, load
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 REAL = Path(os.environ.get(data.VARIABLE) or REPOSITORY.parent / "shared" / "data")
 needs_real = pytest.mark.skipif(
     not (REAL / "msr_paraphrase_train.txt").is_file(),
@@ -269,33 +266,21 @@ def on_hub(folder, task="mrpc"):
 
 
 def load_elsewhere(endpoint, home, source, **variables):
-    """`load` in a fresh process, for which the hub is at ``endpoint``: its output and seconds."""
     code = (
         "from helpers import data\n"
         f"try: print(data.load('mrpc', {source!r}, 10).source)\n"
         "except data.DataError as error: print('DataError:', error)\n"
     )
-    inherited = {name: value for name, value in os.environ.items() if "HF_" not in name}
-    places = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
-    begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=inherited | places | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, time.monotonic() - begin
+    return run_elsewhere(code, endpoint, home, **variables)
 
 
 def test_a_hub_that_answers_is_used_and_then_its_cache(tmp_path):
     home = tmp_path / "home"
     with stand_in_hub(repositories=on_hub(tmp_path / "glue")) as (endpoint, asked):
-        said, _ = load_elsewhere(endpoint, home, "auto")
+        said = load_elsewhere(endpoint, home, "auto")
         assert "MRPC: nyu-mll/glue (mrpc) from the hub; 10 of 40 training samples" in said
         assert any(request.endswith("mrpc/train-00000-of-00001.parquet") for request in asked)
-    said, _ = load_elsewhere(endpoint, home, "hub", HF_HUB_OFFLINE="1")
+    said = load_elsewhere(endpoint, home, "hub", HF_HUB_OFFLINE="1")
     assert "from the hub; 10 of 40 training samples" in said
 
 
@@ -303,31 +288,16 @@ def test_a_home_that_cannot_be_written_is_said(tmp_path):
     home = tmp_path / "home"
     home.write_text("a file where a folder is needed")
     with stand_in_hub(repositories=on_hub(tmp_path / "glue")) as (endpoint, _):
-        said, _ = load_elsewhere(endpoint, home, "hub")
+        said = load_elsewhere(endpoint, home, "hub")
     assert said.startswith("DataError: ")
     assert str(home) in said
 
 
 def test_without_a_hub_auto_takes_the_built_in_set_and_says_why(tmp_path):
     with stand_in_hub("refusing") as (endpoint, _):
-        said, _ = load_elsewhere(endpoint, tmp_path, "auto")
+        said = load_elsewhere(endpoint, tmp_path, "auto")
     assert "a miniature set" in said
     assert f"the hub at {endpoint} can't be used: no connection" in said
-
-
-@pytest.fixture
-def use_hub(monkeypatch):
-    """Points this process's hub library to an address: it reads HF_ENDPOINT only once."""
-
-    def point(endpoint):
-        from huggingface_hub import constants, file_download
-
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-
-    return point
 
 
 @pytest.mark.parametrize(
@@ -340,18 +310,18 @@ def use_hub(monkeypatch):
         ("serving", "it has no dataset 'nyu-mll/glue' that you may read"),
     ],
 )
-def test_a_hub_that_is_of_no_use_is_found_out_in_seconds(use_hub, mode, reason):
+def test_a_hub_that_is_of_no_use_is_found_out_in_seconds(monkeypatch, mode, reason):
     with stand_in_hub(mode) as (endpoint, _):
-        use_hub(endpoint)
+        use_hub(monkeypatch, endpoint)
         begin = time.monotonic()
         with pytest.raises(DataError, match=f"{endpoint} can't be used: {reason}.*COURSE_DATA=bu"):
             load("mrpc", "hub")
         assert time.monotonic() - begin < 2 * hub.LIMIT
 
 
-def test_a_name_look_up_that_hangs_is_given_up(use_hub, monkeypatch):
+def test_a_name_look_up_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: time.sleep(2))
-    use_hub("http://nowhere.invalid")
+    use_hub(monkeypatch, "http://nowhere.invalid")
     begin = time.monotonic()
     with pytest.raises(hub.HubError, match=r"no answer in 0.2 s"):
         hub.check("nyu-mll/glue", "dataset", limit=0.2)

@@ -50,7 +50,7 @@ def test_an_unknown_profile_names_the_allowed_ones(monkeypatch):
         ("epochs = 1", "epochs = true", "epochs = True is refused"),
         ("epochs = 1", "epoch = 1", r"unknown key 'epoch'; allowed are .*epochs"),
         ("epochs = 1\n", "", "key 'epochs' is missing"),
-        ("learning_rate = 2e-4", "learning_rate = nan", "learning_rate = nan is refused"),
+        ("learning_rate = 3e-4", "learning_rate = nan", "learning_rate = nan is refused"),
         ("train_samples = 640", 'train_samples = "some"', '"all"'),
         ('data = "builtin"', 'data = "buitin"', '"auto", "hub", "builtin", or a folder'),
         ('data = "builtin"', "data = 1", "data = 1 is refused"),
