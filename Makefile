@@ -26,7 +26,7 @@ lab: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/nbstripout --verify notebooks/*.ipynb
+	$(BIN)/nbstripout --keep-id --verify notebooks/*.ipynb
 
 # The checksum lets a test notice a lock that is older than the requirements.
 lock: setup

@@ -43,22 +43,34 @@ PAIRS = {
         ("sentence1", "sentence2"),
         (
             (
-                "{name} saw the {0} and the {1} on {day}.",
-                "On {day}, {name} saw the {0} and the {1}.",
+                "{name} saw the {0}, the {1} and the {2} on {day}.",
+                "On {day}, {name} saw the {0}, the {1} and the {2}.",
             ),
             (
-                "The {0} was near the {1}, {name} said.",
-                "{name} said that the {0} was near the {1}.",
+                "The {0} was near the {1} and the {2}, {name} said.",
+                "{name} said that the {0} was near the {1} and the {2}.",
             ),
-            ("{name} remembers a {0} and a {1}.", "A {0} and a {1} are what {name} remembers."),
+            (
+                "{name} remembers a {0}, a {1} and a {2}.",
+                "A {0}, a {1} and a {2} are what {name} remembers.",
+            ),
         ),
     ),
     "qqp": (
         ("question1", "question2"),
         (
-            ("What does the {0} have to do with the {1}?", "How are the {0} and the {1} related?"),
-            ("Where can I see a {0} and a {1}?", "Which place has both a {0} and a {1} to see?"),
-            ("Why did {name} draw a {0} and a {1}?", "Why was a {0} drawn with a {1} by {name}?"),
+            (
+                "What do the {0}, the {1} and the {2} have in common?",
+                "How are the {0}, the {1} and the {2} related?",
+            ),
+            (
+                "Where can I see a {0}, a {1} and a {2}?",
+                "Which place has a {0}, a {1} and a {2} to see?",
+            ),
+            (
+                "Why did {name} draw a {0}, a {1} and a {2}?",
+                "Why were a {0}, a {1} and a {2} drawn by {name}?",
+            ),
         ),
     ),
 }
@@ -88,7 +100,7 @@ def _kinds(evaluation: bool) -> dict[str, list[str]]:
 def pairs(task: str, evaluation: bool = False) -> list[dict]:
     """Rows of the miniature MRPC or QQP: half of the pairs say the same in other words.
 
-    In the other half, both of the deciding words are swapped for unrelated ones.
+    In the other half, all three deciding words are swapped for unrelated ones.
     """
     random = Random(f"{SEED} {task} {evaluation}")
     columns, patterns = PAIRS[task]
@@ -96,9 +108,9 @@ def pairs(task: str, evaluation: bool = False) -> list[dict]:
     rows = []
     for index in range(EVALUATION_ROWS if evaluation else TRAIN_ROWS):
         label = index % 2
-        words = [random.sample(pair, 2) for pair in random.sample(synonyms, 4)]
-        first = [words[0][0], words[1][0]]
-        second = [words[0][1], words[1][1]] if label else [words[2][1], words[3][1]]
+        words = [random.sample(pair, 2) for pair in random.sample(synonyms, 6)]
+        first = [word for word, _ in words[:3]]
+        second = [other for _, other in (words[:3] if label else words[3:])]
         frame = {"name": random.choice(NAMES), "day": random.choice(DAYS)}
         texts = [
             pattern.format(*chosen, **frame)

@@ -377,8 +377,8 @@ def test_built_in_answers_are_where_they_should_be():
         assert re.match(rf"{text}\b", row["context"][start:])
 
 
-def untrained(name, kind):
-    model, tokenizer = pretrained(name, kind)
+def untrained(name, kind, say):
+    model, tokenizer = pretrained(name, kind, say)
     return type(model)(model.config), tokenizer
 
 

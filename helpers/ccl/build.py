@@ -155,7 +155,6 @@ def _compile(recipe: dict[str, str], compiler: str | None) -> None:
             f"the backend doesn't compile with torch {recipe['torch']} and {compiler} "
             f"(it is written for torch 2.8): {errors[-1] if errors else cause}. All of it: {log}"
         ) from cause
-    (directory / "built.json").write_text(json.dumps(recipe | {"compiler": compiler}))
     print(f"[ccl] compiled in {time.monotonic() - start:.0f} s: {directory}", flush=True)
 
 
@@ -171,6 +170,8 @@ def build() -> bool:
             return False
         _check_compiler(compiler)
         _compile(recipe, compiler)
+        built = json.dumps(recipe | {"compiler": compiler})
+        (_directory() / "built.json").write_text(built)
         return True
 
 

@@ -1,0 +1,293 @@
+"""Fine-tuning on one node: the training loop that ``03_finetune_one_node`` builds by hand.
+
+``python -m helpers.finetune --help`` runs one from the shell and prints its result as JSON.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import logging
+import warnings
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+import torch
+from datasets import disable_progress_bars
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithPadding, set_seed
+from transformers.utils import logging as transformers_logging
+
+from helpers import data, models, profiles, questions
+from helpers.metrics import Paraphrase, QuestionAnswering
+from helpers.profiles import Task
+from helpers.timing import Comparison, Stopwatch, Throughput
+from helpers.workers import Worker
+
+PRECISIONS = ("fp32", "bf16", "ipex-bf16")
+SENTENCES = {"mrpc": ("sentence1", "sentence2"), "qqp": ("question1", "question2")}
+MAX_GRADIENT_NORM = 1.0
+EVALUATION_BATCH = 64
+
+
+def available_precisions() -> tuple[str, ...]:
+    """Those of ``PRECISIONS`` that this installation can run: without IPEX, the first two."""
+    has_ipex = importlib.util.find_spec("intel_extension_for_pytorch") is not None
+    return PRECISIONS if has_ipex else PRECISIONS[:2]
+
+
+def import_ipex():
+    """The module ``intel_extension_for_pytorch``, or None where it is not installed.
+
+    IPEX and torch remark on each other in the log, which frightens and changes nothing: that is
+    kept quiet. One remark says that layer_norm's gradient may be wrong; a test of ours shows that
+    it is right.
+    """
+    if "ipex-bf16" not in available_precisions():
+        return None
+    warnings.filterwarnings("ignore", "aten::layer_norm: an autograd kernel was not registered")
+    for logger in ("IPEX", "torch.utils.cpp_extension"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    return importlib.import_module("intel_extension_for_pytorch")
+
+
+def prepare(model, optimizer, precision: str):
+    """Returns model and optimizer for a precision: the one place where IPEX changes a training.
+
+    Raises ValueError for an unknown precision, or IPEX where it is not installed.
+    """
+    if precision not in available_precisions():
+        raise ValueError(
+            f"precision {precision!r} is not available; this installation has "
+            f"{', '.join(available_precisions())}"
+        )
+    if precision == "ipex-bf16":
+        model, optimizer = import_ipex().optimize(model, optimizer=optimizer, dtype=torch.bfloat16)
+    return model, optimizer
+
+
+def autocast(precision: str) -> torch.autocast:
+    """The context in which a model of this precision computes: bf16 for all but fp32."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != "fp32")
+
+
+def encode(dataset: data.Data, task: str, tokenizer, settings: Task):
+    """Token ids of training and evaluation set, not yet padded; QA contexts cut into windows."""
+    disable_progress_bars()
+    if task == "squad":
+        limits = (tokenizer, settings.max_length, settings.stride)
+        return (
+            questions.train_features(dataset.train, *limits),
+            questions.eval_features(dataset.evaluation, *limits),
+        )
+    first, second = SENTENCES[task]
+
+    def tokenize(rows):
+        encoded = tokenizer(
+            rows[first], rows[second], truncation=True, max_length=settings.max_length
+        )
+        return encoded | {"labels": rows["label"]}
+
+    return tuple(
+        part.map(tokenize, batched=True, remove_columns=part.column_names)
+        for part in (dataset.train, dataset.evaluation)
+    )
+
+
+class FineTuning:
+    """One fine-tuning run, advanced a few steps at a time.
+
+    ``task`` is "mrpc", "qqp" or "squad"; ``settings`` its size (``helpers.profiles``); the same
+    ``seed`` gives the same head, batches, order and dropout in every precision; ``remarks`` says
+    which data and model they are. Optimizer, schedule and clipping are those of the reference
+    scripts: AdamW without weight decay, a learning rate that falls linearly to 0, gradients
+    clipped at norm 1.
+    """
+
+    def __init__(self, task: str, settings: Task, precision: str = "fp32", seed: int = 0):
+        transformers_logging.set_verbosity_error()
+        set_seed(seed)
+        self.task, self.settings, self.precision = task, settings, precision
+        self.dataset = data.load(
+            task, settings.data, settings.train_samples, settings.eval_samples, seed
+        )
+        kind = "question" if task == "squad" else "pair"
+        self.remarks = [self.dataset.source]
+        model, self.tokenizer = models.load(settings.model, kind, say=self.remarks.append)
+        train, self.evaluation_features = encode(self.dataset, task, self.tokenizer, settings)
+        self._collate = DataCollatorWithPadding(self.tokenizer)
+        # A question's logits are as long as its window: one length, so that they can be stacked.
+        self._collate_evaluation = (
+            DataCollatorWithPadding(self.tokenizer, "max_length", settings.max_length)
+            if task == "squad"
+            else self._collate
+        )
+        self.batches = DataLoader(
+            train,
+            batch_size=settings.batch_size,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(seed),
+            collate_fn=self._collate,
+        )
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.learning_rate, weight_decay=0.0
+        )
+        self.model, self.optimizer = prepare(model.train(), optimizer, precision)
+        self.total_steps = settings.epochs * len(self.batches)
+        self.schedule = LinearLR(self.optimizer, 1.0, 0.0, total_iters=self.total_steps)
+        self.losses: list[float] = []
+        self.samples = 0
+        self._iterator = iter(())
+        set_seed(seed)  # dropout, too, starts the same whatever was drawn before
+
+    def _next_batch(self):
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = iter(self.batches)
+            batch = next(self._iterator)
+        return batch
+
+    def _backward(self, batch) -> float:
+        with autocast(self.precision):
+            loss = self.model(**batch).loss
+        loss.backward()
+        return loss.item()
+
+    def warm_up(self) -> None:
+        """Computes the gradients of one batch and drops them, so that all kernels are chosen."""
+        with torch.random.fork_rng(devices=[]):  # dropout's next numbers stay the same
+            self._backward(self._collate([self.batches.dataset[0]] * self.settings.batch_size))
+        self.optimizer.zero_grad()
+
+    def remaining_steps(self) -> int:
+        """Optimizer steps until the last epoch is over."""
+        return self.total_steps - len(self.losses)
+
+    def train(self, steps: int) -> None:
+        """Takes so many optimizer steps."""
+        self.model.train()
+        for _ in range(steps):
+            batch = self._next_batch()
+            self.losses.append(self._backward(batch))
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.samples += len(batch["input_ids"])
+
+    def outputs(self) -> list[torch.Tensor]:
+        """The model's outputs for all evaluation features, in fp32: logits, or start and end."""
+        self.model.eval()
+        keep = self.tokenizer.model_input_names
+        columns = [name for name in self.evaluation_features.column_names if name in keep]
+        loader = DataLoader(
+            self.evaluation_features.select_columns(columns),
+            batch_size=EVALUATION_BATCH,
+            generator=torch.Generator(),  # else each evaluation would draw from dropout's numbers
+            collate_fn=self._collate_evaluation,
+        )
+        with torch.inference_mode(), autocast(self.precision):
+            parts = [self.model(**batch).to_tuple() for batch in loader]
+        return [torch.cat(column).float() for column in zip(*parts, strict=True)]
+
+    def evaluate(self) -> dict[str, float]:
+        """The task's official metric on the evaluation set (``helpers.metrics``)."""
+        outputs = self.outputs()
+        if self.task == "squad":
+            examples = self.dataset.evaluation
+            answers = questions.predictions(
+                examples, self.evaluation_features, outputs[0].numpy(), outputs[1].numpy()
+            )
+            return QuestionAnswering().compute(
+                predictions=[answers[row] for row in examples["id"]],
+                references=[row["text"] for row in examples["answers"]],
+            )
+        return Paraphrase().compute(
+            predictions=outputs[0].argmax(-1).tolist(), references=self.dataset.evaluation["label"]
+        )
+
+    def result(self) -> dict:
+        """Losses so far and the metric, to be sent from one process to another."""
+        return {"losses": self.losses, "metric": self.evaluate()}
+
+
+@dataclass(frozen=True)
+class Race:
+    """What ``race`` measured: times side by side, and losses and metric of each precision."""
+
+    comparison: Comparison
+    losses: dict[str, list[float]]
+    metrics: dict[str, dict[str, float]]
+
+
+def race(
+    task: str,
+    settings: Task,
+    precisions: tuple[str, ...] | None = None,
+    rounds: int = 4,
+    seed: int = 0,
+    timeout: float = 300,
+) -> Race:
+    """Fine-tunes once in each precision, each in a fresh process, taking turns in ``rounds``.
+
+    A round is an equal share of the run's steps, so every precision sees the same batches in
+    the same round. Times are seconds a round. ``timeout`` limits each round, in seconds.
+    Raises WorkerError where a process fails, ValueError for fewer steps than rounds.
+    """
+    precisions = precisions or available_precisions()
+    with ExitStack() as stack:
+        runs = {
+            precision: stack.enter_context(
+                Worker(precision, FineTuning, task, settings, precision, seed, timeout=timeout)
+            )
+            for precision in precisions
+        }
+        steps = min(worker.call("remaining_steps") for worker in runs.values())
+        if steps < rounds:
+            raise ValueError(f"{steps} optimizer steps can't be shared among {rounds} rounds")
+        for worker in runs.values():
+            worker.call("warm_up")
+        seconds = {precision: [] for precision in precisions}
+        for turn in range(rounds):
+            share = steps * (turn + 1) // rounds - steps * turn // rounds
+            for precision, worker in runs.items():
+                with Stopwatch() as watch:
+                    worker.call("train", share)
+                seconds[precision].append(watch.seconds)
+        results = {precision: worker.call("result") for precision, worker in runs.items()}
+    metrics = {precision: result["metric"] for precision, result in results.items()}
+    names = next(iter(metrics.values()))
+    beside = {
+        name: {precision: round(values[name], 3) for precision, values in metrics.items()}
+        for name in names
+    }
+    return Race(
+        Comparison(seconds, beside),
+        {precision: result["losses"] for precision, result in results.items()},
+        metrics,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m helpers.finetune", description=__doc__)
+    parser.add_argument("--task", choices=profiles.TASKS, required=True)
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--profile", help=f"default: ${profiles.VARIABLE}, else laptop")
+    parser.add_argument("--steps", type=int, help="optimizer steps; default: the whole run")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    settings = getattr(profiles.load(options.profile), options.task)
+    run = FineTuning(options.task, settings, options.precision, options.seed)
+    print(*run.remarks, sep="\n")
+    steps = run.remaining_steps() if options.steps is None else options.steps
+    with Throughput(steps * settings.batch_size, options.precision) as meter:
+        for _ in range(steps):
+            before = run.samples
+            run.train(1)
+            meter.update(run.samples - before)
+    print(json.dumps({"samples/s": meter.samples_per_second, **asdict(settings), **run.result()}))
+
+
+if __name__ == "__main__":
+    main()
