@@ -7,7 +7,7 @@ export HOME := $(CURDIR)/build/home
 $(shell mkdir -p "$(HOME)")
 endif
 
-.PHONY: setup run test lab lint lock
+.PHONY: setup run test lab bench picture lint lock
 
 setup:
 	@env/setup.sh
@@ -22,6 +22,14 @@ test: setup lint
 # JupyterLab refuses root, which is who one is in many containers, unless told so.
 lab: setup
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+
+# all_reduce on oneCCL against gloo
+bench: setup
+	$(BIN)/python -m bench.collectives
+
+# The README's picture, as this machine measures it.
+picture: setup
+	$(BIN)/python -m bench.picture
 
 lint: setup
 	$(BIN)/ruff check .

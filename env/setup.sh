@@ -106,6 +106,8 @@ for module in ("torch", "intel_extension_for_pytorch", "transformers", "datasets
 for package in ("torch", "intel-extension-for-pytorch", "transformers"):
     print(f"[setup] {package} {version(package)}")
 PY
+"$python" -m helpers.ccl.build || say "WARNING: no oneCCL backend; the reason stands above.
+    The course goes on with gloo in its place, and says so. Mend it, then: $python -m helpers.ccl.build"
 rm -rf .venv/cache .venv/check.log
 echo "$wanted" > "$stamp"
 say "ready: .venv"

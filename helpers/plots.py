@@ -106,7 +106,7 @@ def prediction(predicted: Mapping[str, float], measured: Mapping[str, Sequence[f
         ax.invert_yaxis()
         ax.set_xlim(left=0)
         ax.set_xlabel(label)
-        ax.legend()
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
         fig.set_figheight(1.2 + 0.6 * len(measured))
     return fig
 

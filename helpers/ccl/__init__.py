@@ -5,7 +5,7 @@
     place = ccl.init()            # or ccl.init("gloo")
     torch.distributed.all_reduce(tensor)
 
-The notebook that teaches it: ``07_collectives``.
+The notebook that teaches it: ``04_collectives``.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def _set_variables(place: Placement) -> None:
         # Its worker threads poll on cores of their own, which nobody has reserved for them.
         defaults["CCL_WORKER_OFFLOAD"] = "0"
     _remove_orphans()
-    if place.mpi:
+    if place.mpi and os.environ.get("CCL_ATL_TRANSPORT") != "ofi":
         defaults["I_MPI_ROOT"] = sys.prefix
         # MPI's own all-reduce is the fastest while a message fits into the caches, then a ring
         defaults["CCL_ALLREDUCE"] = "direct:0-33554431;ring:33554432-max"

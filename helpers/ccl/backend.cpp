@@ -6,7 +6,7 @@
 // wait(), otherwise the engine's thread.
 //
 // Interfaces: torch's c10d/Backend.hpp and c10d/Work.hpp; oneCCL's API manual
-// (uxlfoundation.github.io/oneCCL). The notebook that teaches it: 07_collectives.
+// (uxlfoundation.github.io/oneCCL). The notebook that teaches it: 04_collectives.
 
 #include <oneapi/ccl.hpp>
 
@@ -859,5 +859,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       },
       py::call_guard<py::gil_scoped_release>());
   module.def("given_up", [] { return Engine::get().given_up(); });
+  module.def("give_up", [] { Engine::get().give_up(); });
   module.def("oneccl_version", [] { return std::string(ccl::get_library_version().full); });
 }

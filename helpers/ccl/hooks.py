@@ -1,6 +1,6 @@
 """DDP communication hooks for any backend.
 
-The notebook that uses them: ``08_distributed_mrpc``.
+The notebook that uses them: ``04_collectives``.
 """
 
 

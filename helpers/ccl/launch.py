@@ -1,6 +1,6 @@
 """Which rank am I, and where do the others meet? Contradictions are refused.
 
-The notebook that teaches it: ``07_collectives``.
+The notebook that teaches it: ``04_collectives``.
 """
 
 import atexit
@@ -112,6 +112,8 @@ def _end_mpi() -> None:
     backend = sys.modules.get("ccl_backend")
     if not (hasattr(sys, "last_value") or (backend and backend.given_up()) or MPI.Is_finalized()):
         MPI.Finalize()
+        if backend and os.environ.get("CCL_ATL_TRANSPORT") == "ofi":
+            backend.give_up()  # else oneCCL's end frees once more what MPI has freed
 
 
 class _Mpi:
