@@ -51,13 +51,20 @@ def _from_hub(task: str) -> tuple[datasets.Dataset, datasets.Dataset, str]:
         f'set {VARIABLE}=builtin for the miniature set, "auto" for the hub only where it can be '
         "reached, or a folder with the official files"
     )
+
+    def fetch():
+        once = datasets.DownloadConfig(max_retries=0)
+        return datasets.load_dataset(repository, subset, download_config=once)
+
     try:
         hub.check(repository, "dataset")
-        parts = datasets.load_dataset(
-            repository, subset, download_config=datasets.DownloadConfig(max_retries=0)
-        )
-    except hub.HubError as error:
-        raise DataError(f"{error}; {advice}") from error
+        parts = fetch()
+    except hub.HubError as unreachable:
+        try:
+            with hub.offline():
+                parts = fetch()
+        except Exception as error:  # the cache has it not, or only in part
+            raise DataError(f"{unreachable}; {advice}") from error
     except Exception as error:  # whatever the libraries below make of a broken line or disk
         raise DataError(
             f"{repository} could not be loaded from the hub: {type(error).__name__}: {error}; "

@@ -274,7 +274,9 @@ def main() -> None:
     parser.add_argument("--task", choices=profiles.TASKS, required=True)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--profile", help=f"default: ${profiles.VARIABLE}, else laptop")
-    parser.add_argument("--steps", type=int, help="optimizer steps; default: the whole run")
+    parser.add_argument(
+        "--steps", type=int, help="optimizer steps, without evaluation; default: the whole run"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     settings = getattr(profiles.load(options.profile), options.task)
@@ -286,7 +288,10 @@ def main() -> None:
             before = run.samples
             run.train(1)
             meter.update(run.samples - before)
-    print(json.dumps({"samples/s": meter.samples_per_second, **asdict(settings), **run.result()}))
+    result = {"samples/s": meter.samples_per_second, **asdict(settings), "losses": run.losses}
+    if options.steps is None:
+        result["metric"] = run.evaluate()
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from contextlib import contextmanager
 
 LIMIT = 3.0
 # A small file that every repository of the kind has.
@@ -10,6 +11,20 @@ FILES = {"model": "config.json", "dataset": "README.md"}
 
 class HubError(RuntimeError):
     """The hub can't be reached, or refuses what was asked for."""
+
+
+@contextmanager
+def offline():
+    """A block in which the libraries use what they have cached, and ask nobody."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def check(repository: str, kind: str, limit: float = LIMIT) -> None:

@@ -1,6 +1,6 @@
 """Accuracy, exact match and F1 as ``evaluate`` metrics that load without the hub.
 
-The notebook that teaches them: ``03_finetune_one_node``.
+The notebook that uses them: ``03_finetune_one_node``.
 """
 
 import re

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
+import huggingface_hub
 import transformers
 
 from helpers import hub
@@ -67,8 +68,11 @@ def _locate(name: str) -> str:
         raise ModelError(f"there is no model folder {folder}; {ADVICE}")
     try:
         hub.check(name, "model")
-    except hub.HubError as error:
-        raise ModelError(f"no model {name!r} here, and {error}; {ADVICE}") from error
+    except hub.HubError as unreachable:
+        try:
+            return huggingface_hub.snapshot_download(name, local_files_only=True)
+        except huggingface_hub.errors.LocalEntryNotFoundError as error:
+            raise ModelError(f"no model {name!r} here, and {unreachable}; {ADVICE}") from error
     return name
 
 

@@ -6,7 +6,8 @@ a ``DataError`` that names file and line.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 FILES = {
@@ -98,27 +99,29 @@ def read_pairs(file: Path, task: str) -> list[dict]:
     return rows
 
 
-def _get(node, key: str, kind: type, where: str):
+def _get(node, key: str, kind: type, where: str | Callable[[], str]):
+    """``where`` may be a function, for a place that takes long to find."""
     value = node.get(key) if isinstance(node, dict) else None
     if not isinstance(value, kind):
         name = {list: "a list", str: "a text", int: "a whole number"}[kind]
+        where = where() if callable(where) else where
         raise DataError(f"{where}: {key!r} is missing or not {name}")
     return value
 
 
-def _answers(question: dict, context: str, where: str) -> dict[str, list]:
+def _answers(question: dict, context: str, where: Callable[[], str]) -> dict[str, list]:
     if question.get("is_impossible") is True:
         return {"text": [], "answer_start": []}
     answers = _get(question, "answers", list, where)
     if not answers:
-        raise DataError(f"{where}: no answer, and not marked is_impossible")
+        raise DataError(f"{where()}: no answer, and not marked is_impossible")
     texts = [_get(answer, "text", str, where) for answer in answers]
     starts = [_get(answer, "answer_start", int, where) for answer in answers]
     for text, start in zip(texts, starts, strict=True):
         found = context[start : start + len(text)] if start >= 0 else ""
         if not text or found != text:
             raise DataError(
-                f"{where}: answer {text!r} is not at answer_start {start}; there stands {found!r}"
+                f"{where()}: answer {text!r} is not at answer_start {start}; there stands {found!r}"
             )
     return {"text": texts, "answer_start": starts}
 
@@ -156,8 +159,8 @@ def read_paragraphs(file: Path) -> list[list[dict]]:
                         "id": identity,
                         "title": str(article.get("title", "")),
                         "context": context,
-                        "question": _get(question, "question", str, place(identity)),
-                        "answers": _answers(question, context, place(identity)),
+                        "question": _get(question, "question", str, partial(place, identity)),
+                        "answers": _answers(question, context, partial(place, identity)),
                     }
                 )
             paragraphs.append(rows)

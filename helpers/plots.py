@@ -82,7 +82,8 @@ def roofline(
 def prediction(predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]], label: str):
     """The reader's predictions beside the measurements: median as a bar, range as a whisker.
 
-    Both map a name to values in the unit that ``label`` names; ``measured`` has one value a round.
+    Both map a name to values in the unit that ``label`` names; ``measured`` has one value a round,
+    as ``helpers.timing.Comparison.speedups`` gives them.
     """
     with figure() as (fig, ax):
         rows = range(len(measured))

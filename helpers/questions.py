@@ -1,7 +1,7 @@
 """Question answering on long contexts: overlapping windows in, answer texts out.
 
 The scheme is that of BERT's SQuAD experiments (Devlin et al. 2018, arXiv:1810.04805, section
-4.2 and 4.3), as in the reference script ``run_qa.py`` of transformers. The notebook that teaches
+4.2 and 4.3), as in the reference script ``run_qa.py`` of transformers. The notebook that uses
 it: ``03_finetune_one_node``.
 """
 

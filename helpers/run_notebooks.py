@@ -30,6 +30,7 @@ from helpers.timing import Stopwatch
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "intel-extension-for-pytorch", "transformers", "datasets")
 PATIENCE = 2.5  # a cell may take so many times the profile's longest training
+SHORTEST_PATIENCE = 300  # seconds, as pytest --nbmake has
 TIME = re.compile(r"\*\*Time\*\* (\d+) minute")
 
 
@@ -193,7 +194,7 @@ def run(sources: Iterable[Path], build: Path, profile: profiles.Profile) -> list
     where = stamp(profile.name)
     results = []
     for source in sources:
-        result = execute(source, cell_timeout=60 * PATIENCE * longest)
+        result = execute(source, cell_timeout=max(SHORTEST_PATIENCE, 60 * PATIENCE * longest))
         results.append(result)
         copy = new_notebook(
             cells=[new_markdown_cell(where), *result.notebook.cells],

@@ -280,6 +280,9 @@ def test_a_hub_that_answers_is_used_and_then_its_cache(tmp_path):
         said = load_elsewhere(endpoint, home, "auto")
         assert "MRPC: nyu-mll/glue (mrpc) from the hub; 10 of 40 training samples" in said
         assert any(request.endswith("mrpc/train-00000-of-00001.parquet") for request in asked)
+    with stand_in_hub("refusing") as (endpoint, _):  # the hub is gone, the cache is there
+        said = load_elsewhere(endpoint, home, "hub")
+    assert "from the hub; 10 of 40 training samples" in said
     said = load_elsewhere(endpoint, home, "hub", HF_HUB_OFFLINE="1")
     assert "from the hub; 10 of 40 training samples" in said
 
@@ -387,10 +390,11 @@ pretrained = models.load
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "metric", "full"), [("mrpc", "accuracy", 1), ("squad", "f1", 100)]
+    ("task", "metric", "full", "chance"),
+    [("mrpc", "accuracy", 1, 1 / 2), ("qqp", "accuracy", 1, 1 / 2), ("squad", "f1", 100, 1 / 3)],
 )
 def test_a_pretrained_encoder_learns_the_built_in_set_and_an_untrained_one_cannot(
-    monkeypatch, task, metric, full
+    monkeypatch, task, metric, full, chance
 ):
     """Chance is 1/2 for pairs, and 1/3 for questions once the reader picks one of three words."""
     settings = getattr(profiles.load("laptop"), task)
@@ -401,6 +405,6 @@ def test_a_pretrained_encoder_learns_the_built_in_set_and_an_untrained_one_canno
         before = run.evaluate()[metric] / full
         run.train(run.remaining_steps())
         scores[load_model] = (before, run.evaluate()[metric] / full)
-    assert scores[pretrained][0] < 0.62
+    assert scores[pretrained][0] < chance + 0.12
     assert scores[pretrained][1] > 0.9
-    assert max(scores[untrained]) < 0.62
+    assert max(scores[untrained]) < chance + 0.12

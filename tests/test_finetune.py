@@ -87,7 +87,7 @@ class IpexBesideStock:
         for layer in run.model.base_model.encoder.layer:
             layer.attention.self.dropout_prob = 0.0
         self.stock, self.batch = run.model, next(iter(run.batches))
-        self.ipex, _ = prepare(run.model, run.optimizer, "ipex-bf16")
+        self.ipex, self.optimizer = prepare(run.model, run.optimizer, "ipex-bf16")
 
     def gradient_error(self):
         """Largest relative difference of the layer norms' gradients."""
@@ -102,7 +102,12 @@ class IpexBesideStock:
         return len(errors), max(errors).item()
 
     def saved_and_loaded(self, folder):
-        """Logits of the IPEX model, and of a stock model that loads its saved weights."""
+        """Logits of the IPEX model after two steps, and of a stock model that loads its weights."""
+        for _ in range(2):
+            with finetune.autocast("bf16"):
+                self.ipex(**self.batch).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self.stock.save_pretrained(folder, state_dict=self.ipex.state_dict())
         FineTuning("mrpc", TINY).tokenizer.save_pretrained(folder)
         loaded, _ = models.load(folder, "pair")

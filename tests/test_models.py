@@ -191,6 +191,10 @@ def test_a_model_on_the_hub_is_loaded_and_then_its_cache(folder, tmp_path):
         assert there == loaded
         assert "GET /org/tiny/resolve/main/model.safetensors" in asked
         assert f"{endpoint} can't be used: it has no model 'org/none' that you may read" in absent
+    with stand_in_hub("refusing") as (endpoint, _):  # the hub is gone, the cache is there
+        there, absent = load_elsewhere(["org/tiny", "org/none"], endpoint, home)
+    assert there == loaded
+    assert absent.startswith("ModelError: no model 'org/none' here, and the hub at")
     offline = {"HF_HUB_OFFLINE": "1"}
     there, absent = load_elsewhere(["org/tiny", "org/none"], endpoint, home, **offline)
     assert there == loaded

@@ -13,7 +13,7 @@ MAXIMUM_LINES = 25
 TIME = re.compile(r"\*\*Time\*\* \d+ minutes?\b")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 INSTALL = re.compile(
-    r"^\s*[!%]?\s*(pip|conda|mamba|apt|apt-get)\s+install|subprocess.*install", re.M
+    r"^\s*[!%].*\binstall\b|\b(pip3?|conda|mamba|apt|apt-get)\b.*\binstall\b", re.M
 )
 FORGIVEN = re.compile(r"allow_errors|raises-exception")
 
@@ -109,6 +109,14 @@ def test_each_planted_fault_is_found(cell, change, problem):
     notebook = sound_notebook()
     change(notebook.cells[cell])
     assert any(problem in found for found in problems(notebook))
+
+
+def test_the_map_of_the_readme_links_every_notebook_with_its_minutes():
+    readme = (FOLDER.parent / "README.md").read_text()
+    rows = re.findall(r"^\| \[.*\]\(notebooks/(\S+)\) \|.*\| (\d+) \|$", readme, re.M)
+    titles = {path.name: nbformat.read(path, as_version=4).cells[0].source for path in NOTEBOOKS}
+    stated = {name: re.search(r"\d+", TIME.search(title)[0])[0] for name, title in titles.items()}
+    assert dict(rows) == stated
 
 
 def test_errors_allowed_for_a_whole_notebook_are_found():

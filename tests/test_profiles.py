@@ -1,6 +1,6 @@
 import pytest
 
-from helpers import profiles
+from helpers import profiles, published
 
 LAPTOP = (profiles.FOLDER / "laptop.toml").read_text()
 
@@ -18,6 +18,9 @@ def test_paper_is_the_published_experiment():
     assert [task.epochs for task in (paper.mrpc, paper.qqp, paper.squad)] == [3, 3, 1]
     assert {task.batch_size for task in (paper.mrpc, paper.qqp, paper.squad)} == {32}
     assert paper.squad.train_samples is None
+    for task in profiles.TASKS:
+        published_runs = published.runs(task)
+        assert getattr(paper, task).ranks == max(run["ranks"] for run in published_runs)
 
 
 def test_data_may_be_a_folder(tmp_path):
@@ -50,12 +53,12 @@ def test_an_unknown_profile_names_the_allowed_ones(monkeypatch):
         ("epochs = 1", "epochs = true", "epochs = True is refused"),
         ("epochs = 1", "epoch = 1", r"unknown key 'epoch'; allowed are .*epochs"),
         ("epochs = 1\n", "", "key 'epochs' is missing"),
-        ("learning_rate = 3e-4", "learning_rate = nan", "learning_rate = nan is refused"),
+        ("learning_rate = 2e-4", "learning_rate = nan", "learning_rate = nan is refused"),
         ("train_samples = 640", 'train_samples = "some"', '"all"'),
         ('data = "builtin"', 'data = "buitin"', '"auto", "hub", "builtin", or a folder'),
         ('data = "builtin"', "data = 1", "data = 1 is refused"),
         ("ranks = 2", 'ranks = "2"', "ranks = '2' is refused"),
-        ("stride = 32", "stride = 128", "less than max_length = 128"),
+        ("stride = 16", "stride = 64", "less than max_length = 64"),
         ("max_length = 128", "max_length = 128\nstride = 3", "unknown key 'stride'"),
         ("[mrpc]", "[mnli]", "unknown key 'mnli'; allowed are mrpc, qqp, squad"),
         ("epochs = 1", "epochs == 1", "not valid TOML"),
@@ -63,6 +66,7 @@ def test_an_unknown_profile_names_the_allowed_ones(monkeypatch):
 )
 def test_a_broken_profile_is_refused_with_file_and_allowed_values(tmp_path, old, new, message):
     file = tmp_path / "mine.toml"
+    assert old in LAPTOP
     file.write_text(LAPTOP.replace(old, new, 1))
     with pytest.raises(profiles.ProfileError, match=message) as refusal:
         profiles.load("mine", folder=tmp_path)

@@ -131,3 +131,22 @@ def test_an_unknown_profile_is_refused_before_anything_runs(tmp_path):
     assert (process.returncode, out) == (2, "")
     assert "COURSE_PROFILE may be laptop, paper, workshop" in err
     assert not (tmp_path / "build").exists()
+
+
+def test_one_core_is_enough():
+    first = next((run_notebooks.ROOT / "notebooks").glob("00_*.ipynb"))
+    code = (
+        "import pathlib, sys\n"
+        "from helpers import run_notebooks\n"
+        f"ran = run_notebooks.execute(pathlib.Path({str(first)!r}), cell_timeout=120)\n"
+        "sys.exit(ran.failure)"
+    )
+    core = min(os.sched_getaffinity(0))
+    ran = subprocess.run(
+        ["taskset", "-c", str(core), sys.executable, "-c", code],
+        cwd=run_notebooks.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr

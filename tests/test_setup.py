@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -201,16 +202,21 @@ def test_a_second_set_up_waits_and_an_interrupted_one_says_so(checkout):
     assert finish(second)[0] == 0
 
 
-def test_an_unreachable_index_is_found_out_in_seconds(checkout):
+@pytest.mark.parametrize("listens", [False, True], ids=["refusing", "silent"])
+def test_an_unreachable_index_is_found_out_in_seconds(checkout, listens):
     began = time.monotonic()
-    code, out = setup(
-        checkout,
-        PYTHON=sys.executable,
-        PIP_INDEX_URL="http://127.0.0.1:9/simple",
-        PIP_DEFAULT_TIMEOUT="600",
-        PIP_RETRIES="20",
-        PIP_CONFIG_FILE=os.devnull,
-    )
+    with socket.socket() as index:
+        index.bind(("127.0.0.1", 0))
+        if listens:
+            index.listen()
+        code, out = setup(
+            checkout,
+            PYTHON=sys.executable,
+            PIP_INDEX_URL=f"http://127.0.0.1:{index.getsockname()[1]}/simple",
+            PIP_DEFAULT_TIMEOUT="600",
+            PIP_RETRIES="20",
+            PIP_CONFIG_FILE=os.devnull,
+        )
     assert code == 1
     assert "the Python package index cannot be reached" in out
     assert time.monotonic() - began < 60

@@ -122,38 +122,62 @@ def _locked():
         yield
 
 
-def _compile(recipe: dict[str, str], compiler: str | None) -> None:
+def _command(target: Path) -> list[str]:
+    """The compiler's command line, as torch.utils.cpp_extension would make it on Linux.
+
+    cpp_extension itself writes a file for ninja, which breaks where a path holds a space.
+    """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime"
+    import torch
     from torch.utils import cpp_extension
 
-    directory, root = _directory(), _oneccl()
+    root = _oneccl()
+    macros = {
+        "TORCH_EXTENSION_NAME": NAME,
+        "TORCH_API_INCLUDE_EXTENSION_H": "",
+        "_GLIBCXX_USE_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
+    }
+    for part in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
+        if value := getattr(torch._C, f"_PYBIND11_{part}", None):
+            macros[f"PYBIND11_{part}"] = f'"{value}"'
+    includes = [*cpp_extension.include_paths(), sysconfig.get_path("include"), root / "include"]
+    libraries = ("c10", "torch_cpu", "torch", "torch_python", "ccl")
+    return [
+        os.environ.get("CXX", "c++"),
+        *("-std=c++17", "-O2", "-fPIC", "-shared"),
+        *(f"-D{name}={value}" for name, value in macros.items()),
+        *(f"-I{path}" for path in includes),
+        str(SOURCE),
+        *("-o", str(target)),
+        *(f"-L{path}" for path in (*cpp_extension.library_paths(), root / "lib")),
+        *(f"-l{library}" for library in libraries),
+        # an RPATH also serves the libraries that libccl opens by itself (MPI, libfabric)
+        *("-Wl,--disable-new-dtags", f"-Wl,-rpath,{root}/lib"),
+    ]
+
+
+def _compile(recipe: dict[str, str], compiler: str) -> None:
+    directory = _directory()
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     print(f"[ccl] compiling the backend for torch {recipe['torch']} with {compiler}", flush=True)
     start = time.monotonic()
+    log = directory / "build.log"
     try:
-        cpp_extension.load(
-            NAME,
-            [str(SOURCE)],
-            extra_include_paths=[str(root / "include")],
-            extra_cflags=["-O2"],
-            extra_ldflags=[
-                f"-L{root}/lib",
-                "-lccl",
-                # an RPATH also serves the libraries that libccl opens by itself (MPI, libfabric)
-                "-Wl,--disable-new-dtags",
-                f"-Wl,-rpath,{root}/lib",
-            ],
-            build_directory=str(directory),
-            is_python_module=False,
-        )
-    except (RuntimeError, OSError) as cause:
-        log = directory / "build.log"
-        log.write_text(str(cause))
-        errors = [line for line in str(cause).splitlines() if "error" in line.lower()]
+        with log.open("w") as output:
+            subprocess.run(
+                _command(directory / f"{NAME}.so"),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=LOCK_SECONDS,
+                check=True,
+            )
+    except (subprocess.SubprocessError, OSError) as cause:
+        lines = log.read_text().splitlines()
+        errors = [line for line in lines if "error" in line.lower()]
         raise BuildError(
             f"the backend doesn't compile with torch {recipe['torch']} and {compiler} "
-            f"(it is written for torch 2.8): {errors[-1] if errors else cause}. All of it: {log}"
+            f"(it is written for torch 2.8): {errors[0] if errors else cause}. All of it: {log}"
         ) from cause
     print(f"[ccl] compiled in {time.monotonic() - start:.0f} s: {directory}", flush=True)
 
