@@ -44,7 +44,7 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _end(leader: int) -> None:
+def end_session(leader: int) -> None:
     """Ends mpiexec, its proxies and its ranks: politely, then by force."""
     _signal(_session(leader), signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
@@ -90,7 +90,7 @@ def run(
 
         def give_up():
             late.set()
-            _end(process.pid)
+            end_session(process.pid)
 
         limit = threading.Timer(timeout, give_up)
         limit.start()
@@ -103,7 +103,7 @@ def run(
             process.wait()
         finally:
             limit.cancel()
-            _end(process.pid)
+            end_session(process.pid)
     output = "".join(lines)
     if late.is_set():
         raise RanksError(f"were not done within {timeout} s", output, late=True)

@@ -56,7 +56,9 @@ def test_late_ranks_are_ended():
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path):
     program = (
+        "import signal\n"
         "from helpers.ccl.mpi import run\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # nohup ignores it
         f"run(['-c', {FORGETFUL!r}], 2, 60, say=lambda line: print(line, flush=True))"
     )
     caller = subprocess.Popen(

@@ -1,0 +1,227 @@
+"""The cluster of MPI ranks: started, checked, broken and gone, on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helpers import cluster, runtime
+from helpers.ccl import mpi
+from helpers.cluster import Cluster, ClusterError, Host, read_hosts
+
+ROOT = Path(__file__).parents[1]
+needs_mpi = pytest.mark.skipif(not mpi.MPIEXEC.exists(), reason="Intel MPI is not installed")
+SUM = """
+import torch
+import torch.distributed as dist
+from helpers import ccl
+found = ccl.init()
+x = torch.full((3,), float(dist.get_rank() + 1))
+dist.all_reduce(x)
+dist.destroy_process_group()
+summed = found.place.rank, x.tolist()
+"""
+CORES = len(runtime.hardware().usable)
+
+
+def ours() -> set[int]:
+    """Processes that a cluster would leave."""
+    words = ("ipyparallel", "mpiexec", "hydra")
+    found = set()
+    for process in psutil.process_iter(["cmdline", "status"]):
+        told = " ".join(process.info["cmdline"] or [])
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(word in told for word in words):
+            found.add(process.pid)
+    return found
+
+
+def gone_within(before: set[int], seconds: float) -> set[int]:
+    deadline = time.monotonic() + seconds
+    while (left := ours() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def fake_ssh(folder, monkeypatch, script: str) -> None:
+    (folder / "ssh").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+# ---------------------------------------------------------------- hosts
+
+
+def test_hosts_file(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# the master\nlocalhost:2\n\n10.0.0.1   # the second\nnode3:4\n")
+    assert read_hosts(file) == (Host("localhost", 2), Host("10.0.0.1"), Host("node3", 4))
+    assert read_hosts(None) == (Host("localhost"),)
+    assert read_hosts(["fe80::1"]) == (Host("fe80::1"),)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["node1 node2"], "line 1: 'node1 node2' is not 'name' or 'name:slots'"),
+        (["node1", "node2:x"], "line 2: 'node2:x' is not"),
+        (["node2:0"], "slots above 0"),
+        ([":2"], "line 1"),
+        (["a", "b", "a"], "line 3: a stands there twice"),
+        (["# nothing"], "no hosts"),
+    ],
+)
+def test_a_broken_hosts_file_is_refused_with_its_line(lines, message):
+    with pytest.raises(ClusterError, match=message):
+        read_hosts(lines)
+
+
+def test_a_missing_hosts_file():
+    with pytest.raises(ClusterError, match="hosts file /nowhere/hosts can't be read"):
+        read_hosts("/nowhere/hosts")
+
+
+# ---------------------------------------------------------------- what stops a start
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            "Permission denied (publickey,password).",
+            "node1: it wants a password.*ssh-copy-id node1",
+        ),
+        ("REMOTE HOST IDENTIFICATION HAS CHANGED!", "host key has changed.*ssh-keygen -R node1"),
+        ("Host key verification failed.", "host key is not known.*ssh node1"),
+        ("connect to host node1 port 22: Connection refused", "node1: no ssh server"),
+        ("connect to host node1 port 22: Connection timed out", "does not answer.*port 22"),
+        ("Could not resolve hostname node1", "nobody knows this name"),
+        ("sh: /venv/python: No such file or directory", "make the environment at the same path"),
+        ("something new", "node1: ssh .* failed: something new"),
+    ],
+)
+def test_what_ssh_says_is_told_with_node_cause_and_mend(tmp_path, monkeypatch, said, message):
+    fake_ssh(tmp_path, monkeypatch, f"echo '{said}' >&2; exit 255")
+    before = ours()
+    with pytest.raises(ClusterError, match=message), Cluster(["localhost", "node1"], 1):
+        pass
+    assert ours() == before
+
+
+@needs_mpi
+def test_a_node_that_never_answers_is_given_up(tmp_path, monkeypatch):
+    fake_ssh(tmp_path, monkeypatch, "exec sleep 60")
+    monkeypatch.setattr(cluster, "PROBE_SECONDS", 1)
+    with pytest.raises(ClusterError, match="node1: no answer within 1 s"), Cluster(["node1"], 1):
+        pass
+
+
+@needs_mpi
+@pytest.mark.parametrize("part", ["python", "torch"])
+def test_another_version_on_a_node_is_refused(tmp_path, monkeypatch, part):
+    told = str(cluster.describe() | {part: "1.2.3", "usable": 8}).replace("'", '"')
+    fake_ssh(tmp_path, monkeypatch, f"echo '{told}'")
+    with (
+        pytest.raises(ClusterError, match=rf"node1 has {part} 1\.2\.3, localhost has"),
+        Cluster(["localhost", "node1"], 1),
+    ):
+        pass
+
+
+@needs_mpi
+def test_more_ranks_than_cores_are_refused():
+    with pytest.raises(ClusterError, match="localhost has .* cores for .*oversubscribe=True"):
+        Cluster(None, CORES + 1).__enter__()
+
+
+@needs_mpi
+def test_more_ranks_than_slots_are_refused():
+    with pytest.raises(ClusterError, match="localhost has 1 slots in the hosts file, and 2"):
+        Cluster(["localhost:1"], 2).__enter__()
+
+
+def test_without_mpiexec_the_mend_is_told(monkeypatch):
+    monkeypatch.setattr(cluster, "MPIEXEC", Path("/nowhere/mpiexec"))
+    with pytest.raises(ClusterError, match="no /nowhere/mpiexec: run env/setup.sh"):
+        Cluster().__enter__()
+
+
+@needs_mpi
+def test_engines_that_die_at_start_are_told_with_their_log():
+    before = ours()
+    with (
+        pytest.raises(
+            ClusterError, match=r"0 of 1 ranks came, and mpiexec has ended(?s:.*)planted"
+        ),
+        Cluster(None, 1, variables={"PYTHONPATH": str(ROOT / "tests/planted")}, timeout=30),
+    ):
+        pass
+    assert gone_within(before, 10) == set()
+
+
+# ---------------------------------------------------------------- a running cluster
+
+
+@pytest.fixture(scope="module")
+def pair():
+    if not mpi.MPIEXEC.exists():
+        pytest.skip("Intel MPI is not installed")
+    before = ours()
+    with Cluster(None, 2, oversubscribe=CORES < 2, variables={"COLOR": "red"}) as running:
+        yield running
+        began = time.monotonic()
+    assert time.monotonic() - began < 15
+    assert gone_within(before, 5) == set()
+
+
+def test_the_view_is_in_the_order_of_ranks(pair):
+    pair.view.execute("import os; mine = os.environ['PMI_RANK'], os.environ['COLOR']", block=True)
+    assert pair.view["mine"] == [("0", "red"), ("1", "red")]
+    assert [place["rank"] for place in pair.places] == [0, 1]
+    assert {place["world_size"] for place in pair.places} == {2}
+
+
+def test_no_core_belongs_to_two_ranks(pair):
+    if CORES < 2:
+        pytest.skip("one core, so ranks are not pinned")
+    first, second = (set(place["cores"]) for place in pair.places)
+    assert not first & second
+
+
+def test_the_table_has_a_row_for_each_rank(pair):
+    html = pair.table()._repr_html_()
+    assert html.count("<tr") == 3
+    assert "local_rank" in html
+
+
+def test_ranks_reduce_over_the_courses_backend(pair):
+    pair.view.execute(SUM, block=True)
+    assert pair.view["summed"] == [(0, [3.0] * 3), (1, [3.0] * 3)]
+
+
+@needs_mpi
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_where_the_notebook_dies(how):
+    before, folders = ours(), set(Path(tempfile.gettempdir()).glob("cluster-*"))
+    code = (
+        "import signal, time\n"
+        "from helpers.cluster import Cluster\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # nohup ignores it
+        "with Cluster(None, 1, say=lambda text: print(text, flush=True)): time.sleep(60)"
+    )
+    notebook = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert b"ready" in notebook.stdout.readline()
+    assert ours() - before
+    notebook.send_signal(how)
+    notebook.wait(timeout=20)
+    notebook.stdout.close()
+    assert gone_within(before, 10) == set()
+    assert set(Path(tempfile.gettempdir()).glob("cluster-*")) <= folders
