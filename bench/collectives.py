@@ -50,6 +50,7 @@ def main() -> None:
         f"{'dtype':>9}{'KB':>8}{'gloo us':>10}{'ccl us':>10}{'ratio':>8}"
         f"{'(min-max)':>14}{'goal':>6}"
     )
+    missed = 0
     for dtype, goals in GOALS.items():
         result = sweep(tuple(goals), dtype, rounds=9, timeout=600)
         if "ccl" not in result.seconds:
@@ -60,11 +61,14 @@ def main() -> None:
             print(
                 f"{dtype:>9}{size // KB:>8}{times.median('gloo') * 1e6:>10.0f}"
                 f"{times.median('ccl') * 1e6:>10.0f}{median(ratios):>8.2f}"
-                f"{f'({min(ratios):.1f}-{max(ratios):.1f})':>14}{goal:>6.1f}",
+                f"{f'({min(ratios):.1f}-{max(ratios):.1f})':>14}{goal:>6.1f}"
+                f"{'' if median(ratios) >= goal else '  missed'}",
                 flush=True,
             )
+            missed += median(ratios) < goal
     said = run(["-m", "bench.collectives", "overhead"], variables={"OMP_NUM_THREADS": "1"})
     print(next(line for line in said.splitlines() if "overhead" in line))
+    sys.exit(f"{missed} goals missed" if missed else 0)
 
 
 if __name__ == "__main__":

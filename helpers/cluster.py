@@ -3,6 +3,8 @@
 with Cluster("hosts", ranks_per_node=2) as cluster:
     cluster.table()
     cluster.view.apply_sync(train)
+
+The notebook that teaches it: ``05_a_cluster``.
 """
 
 import contextlib
@@ -357,7 +359,8 @@ class Cluster:
             ["bash", "-c", script], stdin=subprocess.PIPE, start_new_session=True
         )
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Ends all ranks and what belongs to them; harmless where there are none."""
         import psutil
 
         sessions, nannies = self._sessions(), []
@@ -381,16 +384,19 @@ class Cluster:
             self._folder.cleanup()
         self._cluster = self._watchdog = self._folder = self.client = self.view = None
 
-    def __enter__(self) -> "Cluster":
+    def start(self) -> "Cluster":
+        """Starts the ranks, for a notebook whose cells share them; ``stop`` ends them."""
         try:
             self._start()
         except BaseException:
-            self._stop()
+            self.stop()
             raise
         return self
 
+    __enter__ = start
+
     def __exit__(self, *_) -> None:
-        self._stop()
+        self.stop()
 
 
 def _alive(pid: int) -> bool:

@@ -9,8 +9,11 @@ The notebook that teaches it: ``04_collectives``.
 """
 
 import contextlib
+import importlib
+import importlib.util
 import itertools
 import os
+import re
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +23,7 @@ from helpers.ccl.launch import LaunchError, Placement, exchange, placement, rend
 
 __all__ = ["Group", "LaunchError", "Placement", "init", "register"]
 
+BINDING = "oneccl_bindings_for_pytorch"
 _meetings = itertools.count()
 
 
@@ -40,14 +44,19 @@ def register() -> str:
     """
     import torch.distributed as dist
 
-    try:
-        import oneccl_bindings_for_pytorch as bindings
-    except ModuleNotFoundError:
-        pass
-    else:
-        return f"oneccl_bindings_for_pytorch {bindings.__version__}"
     from helpers.ccl import build
 
+    with contextlib.suppress(LaunchError):  # who makes the group without init() tells ranks anyhow
+        _set_variables(placement())
+    if importlib.util.find_spec(BINDING):
+        try:
+            return f"{BINDING} {importlib.import_module(BINDING).__version__}"
+        except (ImportError, OSError) as cause:
+            raise build.BuildError(
+                f"{BINDING} is installed and can't be loaded ({cause}): it was made for another "
+                f"torch. Remove it, and the course's own backend takes its place: "
+                f"{sys.executable} -m pip uninstall {BINDING}"
+            ) from cause
     module = build.load()
     if not hasattr(dist.Backend, "CCL"):
         dist.Backend.register_backend("ccl", module.create, devices=["cpu"])
@@ -56,7 +65,9 @@ def register() -> str:
 
 def _remove_orphans() -> None:
     """Removes the shared memory, named PID:N:N, that libfabric left where a rank was killed."""
-    for segment in Path("/dev/shm").glob("[0-9]*:[0-9]*:[0-9]*"):
+    for segment in Path("/dev/shm").glob("*:*:*"):
+        if not re.fullmatch(r"\d+:\d+:\d+", segment.name):
+            continue
         pid = segment.name.partition(":")[0]
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
             if segment.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():

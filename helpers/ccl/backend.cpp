@@ -89,7 +89,7 @@ class Operation : public c10d::Work {
     }
   }
 
-  // Without the engine's lock: callbacks of the future may start operations.
+  // Without the engine's lock: finishing may take a while.
   void complete(std::exception_ptr problem) {
     at::AutoDispatchBelowADInplaceOrView plain;  // results are data, not part of a graph
     try {
@@ -100,10 +100,15 @@ class Operation : public c10d::Work {
       problem = std::current_exception();
     }
     finish.clear();
+    if (!problem) keep.clear();
     error = problem;
     if (recordFunctionEndCallback_) recordFunctionEndCallback_();
     done = true;
     --group->pending;
+  }
+
+  // Runs the callbacks, which may start operations and wait for them.
+  void complete_future() {
     if (error) {
       future->setError(error);
     } else {
@@ -116,6 +121,7 @@ class Operation : public c10d::Work {
   const milliseconds timeout;
   const Clock::time_point deadline;
   std::atomic<bool> launched{false};
+  bool asynchronous = false;
   std::vector<std::function<ccl::event(const ccl::communicator&)>> calls;
   std::vector<std::function<void()>> finish;
   std::vector<ccl::event> events;
@@ -132,6 +138,41 @@ using OperationPtr = c10::intrusive_ptr<Operation>;
 
 // ---------------------------------------------------------------- the engine
 
+// Threads that complete futures: never those that drive, since callbacks may wait for operations.
+class Completions {
+ public:
+  void add(OperationPtr operation) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back(std::move(operation));
+    if (idle_ >= queue_.size()) {
+      wake_.notify_one();
+    } else {
+      std::thread([this] { run(); }).detach();
+    }
+  }
+
+ private:
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      ++idle_;
+      wake_.wait(lock, [this] { return !queue_.empty(); });
+      --idle_;
+      auto operation = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      operation->complete_future();
+      operation.reset();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<OperationPtr> queue_;
+  size_t idle_ = 0;
+};
+
 class Engine {
  public:
   // Never destroyed: its thread lives as long as the process.
@@ -143,6 +184,7 @@ class Engine {
   void submit(const OperationPtr& operation, bool asynchronous) {
     ++operation->group->pending;
     operation->launched = true;
+    operation->asynchronous = asynchronous;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       waiting_.push_back(operation);
@@ -226,7 +268,11 @@ class Engine {
         }
       }
     }
-    for (auto& [operation, problem] : ended) operation->complete(problem);
+    for (auto& [operation, problem] : ended) {
+      operation->complete(problem);
+      // nobody has the future of a call that blocks
+      operation->asynchronous ? completions_.add(operation) : operation->complete_future();
+    }
     return !ended.empty();
   }
 
@@ -251,11 +297,12 @@ class Engine {
     }
     // oneCCL may still use the events, the tensors and the communicator: never freed.
     operation.group->broken = true;
-    new OperationPtr(OperationPtr::reclaim_copy(&operation));
+    if (!operation.events.empty()) new OperationPtr(OperationPtr::reclaim_copy(&operation));
     give_up();
     return true;
   }
 
+  Completions completions_;
   std::condition_variable wake_;
   std::deque<OperationPtr> waiting_;
   std::list<OperationPtr> flying_;
@@ -340,7 +387,8 @@ void* address(const at::Tensor& buffer, size_t element) {
 
 template <typename Piece>
 void each_piece(const at::Tensor& buffer, Piece piece) {
-  const size_t total = buffer.numel(), most = kMaxBytes / buffer.element_size();
+  const size_t total = buffer.numel();
+  const size_t most = std::max<size_t>(1, kMaxBytes / buffer.element_size());
   for (size_t from = 0; from < total; from += most) piece(from, std::min(most, total - from));
 }
 
@@ -595,7 +643,12 @@ class BackendCcl : public c10d::Backend {
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     auto op = make(OpType::BARRIER, "ccl:barrier", {}, {}, options.timeout);
-    op->calls.emplace_back([](auto& communicator) { return ccl::barrier(communicator); });
+    // oneCCL's own barrier blocks in the call, and has no limit
+    auto token = at::zeros({1}, at::kInt);
+    op->keep.push_back(token);
+    op->calls.emplace_back([data = token.data_ptr()](auto& communicator) {
+      return ccl::allreduce(data, data, 1, ccl::datatype::int32, ccl::reduction::sum, communicator);
+    });
     return launch(op, options.asyncOp);
   }
 

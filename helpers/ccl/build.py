@@ -20,6 +20,10 @@ from types import ModuleType
 SOURCE = Path(__file__).with_name("backend.cpp")
 NAME = "ccl_backend"
 LOCK_SECONDS = 600
+REINSTALL = (
+    f"{sys.executable} -m pip install --force-reinstall oneccl-cpu==2021.15.2 "
+    "oneccl-cpu-devel==2021.15.2 impi-rt==2021.15.0"
+)
 
 
 class BuildError(RuntimeError):
@@ -36,8 +40,7 @@ def _oneccl() -> Path:
     for needed in ("lib/libccl.so.1", "include/oneapi/ccl.hpp"):
         if not (root / needed).exists():
             raise BuildError(
-                f"oneCCL is not installed: no {root / needed}. "
-                "Run env/setup.sh, or 'pip install oneccl-cpu-devel==2021.15.2'"
+                f"oneCCL is not installed: no {root / needed}. Install it: {REINSTALL}"
             )
     return root
 
@@ -66,14 +69,16 @@ def _check_compiler(compiler: str | None) -> None:
         )
     probe = subprocess.run(
         [command, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"],
-        input="#include <optional>\nstd::optional<int> number;\n",
+        input="#include <optional>\nstd::optional<int> number;\n"
+        "#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 9\n#error old\n#endif\n",
         capture_output=True,
         text=True,
         timeout=60,
     )
     if probe.returncode:
         raise BuildError(
-            f"the compiler ({compiler}) is too old for C++17: GCC 9 or newer is needed"
+            f"the compiler ({compiler}) is too old or broken: it can't compile a small C++17 "
+            f"program ({probe.stderr.strip()}). GCC 9 or newer is needed"
         )
 
 
@@ -91,6 +96,8 @@ def _recipe() -> dict[str, str]:
 
 def _built(recipe: dict[str, str], compiler: str | None) -> bool:
     """Whether the library is there, and fits. Without a compiler, any compiler's is good."""
+    if not (_directory() / f"{NAME}.so").exists():
+        return False
     try:
         found = json.loads((_directory() / "built.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -210,7 +217,7 @@ def load() -> ModuleType:
         spec.loader.exec_module(module)
     except ImportError as cause:
         raise BuildError(
-            f"the backend can't be loaded: {cause}. Run env/setup.sh again, it installs oneCCL"
+            f"the backend can't be loaded: {cause}. Install oneCCL again: {REINSTALL}"
         ) from cause
     sys.modules[NAME] = module
     return module

@@ -1,7 +1,4 @@
-"""DDP communication hooks for any backend.
-
-The notebook that uses them: ``04_collectives``.
-"""
+"""DDP communication hooks for any backend."""
 
 
 def bf16_compress(group, bucket):

@@ -78,6 +78,13 @@ def placement(variables: Mapping[str, str] = os.environ) -> Placement:
     launchers speak and disagree: then each process would train alone in a world of size 1.
     """
     told = [place for source in LAUNCHERS if (place := _told(variables, source))]
+    for name, launcher in OTHER_LAUNCHERS.items():
+        size = _integer(variables, name)
+        if told and size and size > told[0].world_size:
+            raise LaunchError(
+                f"{launcher} started {size} processes ({name}), and {told[0].source} say a world "
+                f"of {told[0].world_size}: each would train alone. Set RANK and WORLD_SIZE for all"
+            )
     if not told:
         for name, launcher in OTHER_LAUNCHERS.items():
             if name in variables:

@@ -51,6 +51,8 @@ def end_session(leader: int) -> None:
     while members := _session(leader):
         if time.monotonic() > deadline:
             _signal(members, signal.SIGKILL)
+        if time.monotonic() > 2 * GRACE_SECONDS + deadline:
+            raise RanksError(f"did not end, not even by force: processes {members}")
         time.sleep(0.05)
 
 

@@ -31,7 +31,7 @@ def ranks(line: str, cell: str) -> None:
     number, *settings = shlex.split(line) or [""]
     fails = settings[:1] == ["fails"]
     settings = settings[fails:]
-    if not number.isdecimal() or not all("=" in setting for setting in settings):
+    if not number.isdecimal() or not int(number) or not all("=" in setting for setting in settings):
         raise ValueError(f"usage: {USAGE}")
     variables = dict(setting.split("=", 1) for setting in settings)
     with tempfile.TemporaryDirectory() as folder:

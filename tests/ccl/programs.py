@@ -255,6 +255,24 @@ def asynchronous() -> None:
     chained.wait()
     assert y.item() == size**2
 
+    # a callback may wait for the future of the next one
+    y = torch.ones(1)
+    first = dist.all_reduce(y, async_op=True).get_future()
+    chained = first.then(lambda _: dist.all_reduce(y, async_op=True).get_future().wait())
+    chained.wait()
+    assert y.item() == size**2
+
+    # barriers of one group don't hold up another group, whatever the order
+    other_group = dist.new_group()
+    z = torch.ones(1)
+    if rank == 0:
+        works = [dist.barrier(async_op=True), dist.all_reduce(z, group=other_group, async_op=True)]
+    else:
+        works = [dist.all_reduce(z, group=other_group, async_op=True), dist.barrier(async_op=True)]
+    works[rank == 0].wait()
+    works[rank != 0].wait()
+    assert z.item() == size
+
     # it goes on while this rank computes, without any call into torch.distributed
     big = torch.ones(1 << 20)
     work = dist.all_reduce(big, async_op=True)
@@ -464,6 +482,20 @@ def killed() -> None:
     with pytest.raises(RuntimeError, match="broken|closed|no end"):
         dist.barrier()
     print("CAUGHT", type(caught.value).__name__, caught.value, flush=True)
+
+
+def late() -> None:
+    """A peer comes to the barrier after the limit of the others."""
+    rank, _ = start(3)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(6)
+        print("PASSED", flush=True)
+        os._exit(0)  # oneCCL's end would miss rank 0, which has left
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="ccl:barrier on rank 0 of 2 .*no end after 3"):
+        dist.barrier()
+    assert time.monotonic() - begun < 5
 
 
 def raising() -> None:

@@ -101,14 +101,20 @@ def test_no_compiler(fresh, monkeypatch):
 
 
 def test_old_compiler(fresh, monkeypatch):
-    compiler(fresh, monkeypatch, 'case "$*" in *--version*) echo old 4.8;; *) exit 1;; esac')
-    with pytest.raises(BuildError, match=r"\(old 4.8\) is too old for C..17: GCC 9 or newer"):
+    compiler(
+        fresh,
+        monkeypatch,
+        'case "$*" in *--version*) echo old 4.8;; *) echo planted >&2; exit 1;; esac',
+    )
+    with pytest.raises(
+        BuildError, match=r"\(old 4.8\) is too old or broken.*planted.*GCC 9 or newer"
+    ):
         build.build()
 
 
 def test_no_oneccl(fresh):
     (fresh / "lib/libccl.so.1").unlink()
-    with pytest.raises(BuildError, match="oneCCL is not installed.*pip install oneccl-cpu-devel"):
+    with pytest.raises(BuildError, match="oneCCL is not installed.*pip install .*oneccl-cpu-devel"):
         build.build()
 
 
@@ -134,7 +140,9 @@ def test_source_that_does_not_fit_torch(fresh, monkeypatch):
 
 
 def test_library_that_cannot_be_loaded(compiled):
-    with pytest.raises(BuildError, match="can't be loaded.*Run env/setup.sh again"):
+    with pytest.raises(
+        BuildError, match="can't be loaded.*pip install --force-reinstall oneccl-cpu"
+    ):
         build.load()
 
 

@@ -71,6 +71,10 @@ def test_a_killed_peer_raises_on_the_others_who_can_leave():
         assert f"ccl:all_reduce on rank {rank} of 3 (host {os.uname().nodename})" in other.output
 
 
+def test_a_late_peer_raises_in_a_barrier():
+    ranks.check(ranks.plain("late", 2, timeout=40), "PASSED")
+
+
 def test_a_killed_peer_ends_the_run_of_mpiexec():
     assert ranks.mpiexec("killed", 2, timeout=40).code != 0
 

@@ -35,6 +35,10 @@ def test_local_rank_may_be_left_out():
     [
         ({}, "no launcher's variables.*mpiexec.*torchrun"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI started this process"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "RANK": "0", "WORLD_SIZE": "1"},
+            "Open MPI started 4 processes.*world of 1: each would train alone",
+        ),
         ({"SLURM_NTASKS": "2"}, "srun started this process"),
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),

@@ -96,7 +96,7 @@ def test_a_cell_that_should_fail_must_fail():
         made.run_cell_magic("ranks", "2", "raise ValueError('planted')")
 
 
-@pytest.mark.parametrize("line", ["", "two", "2 red", "-1"])
+@pytest.mark.parametrize("line", ["", "two", "2 red", "-1", "0"])
 def test_a_wrong_line_tells_the_usage(line):
     with pytest.raises(ValueError, match="usage: %%ranks NUMBER"):
         shell().run_cell_magic("ranks", line, "1 + 1")
