@@ -287,8 +287,8 @@ class Cluster:
         self._wait(began + self.timeout)
         self._order()
         self.say(
-            f"[cluster] {self.world_size} ranks on {len(self.hosts)} nodes, controller at "
-            f"{address}, ready in {time.monotonic() - began:.0f} s"
+            f"[cluster] {self.world_size} ranks on {', '.join(host.name for host in self.hosts)}; "
+            f"controller at {address}; ready in {time.monotonic() - began:.0f} s"
         )
 
     def _wait(self, deadline: float) -> None:

@@ -156,3 +156,23 @@ def test_one_rank_without_oneccl_moves_all_to_gloo(tmp_path):
     ranks.check(ends, "gloo 2")
     assert "rank 1 has no oneCCL" in ends[0].output
     assert "ALL RANKS USE GLOO" in ends[0].output
+
+
+def test_a_binding_that_cannot_be_loaded_means_gloo_for_all_said_loudly(tmp_path):
+    (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("raise ImportError('planted symbol')")
+    ended = ranks.mpiexec("hello", 2, PYTHONPATH=f"{tmp_path}:{ranks.ROOT}")
+    ranks.check(ended, "ALL RANKS USE GLOO")
+    assert "planted symbol" in ended.output
+    assert "pip uninstall oneccl_bindings_for_pytorch" in ended.output
+    assert ended.output.count("gloo 2") == 2
+
+
+def test_an_installed_binding_is_used_and_said(tmp_path):
+    (tmp_path / "oneccl_bindings_for_pytorch.py").write_text(
+        "import torch.distributed as dist\n"
+        "from helpers.ccl import build\n"
+        "__version__ = '2.8.0-planted'\n"
+        "dist.Backend.register_backend('ccl', build.load().create, devices=['cpu'])\n"
+    )
+    ended = ranks.mpiexec("hello", 2, PYTHONPATH=f"{tmp_path}:{ranks.ROOT}")
+    ranks.check(ended, "backend ccl (oneccl_bindings_for_pytorch 2.8.0-planted)")
