@@ -122,8 +122,8 @@ def reductions(rank: int, size: int, gloo) -> int:
     return cases
 
 
-def movements(rank: int, size: int) -> int:
-    """The collectives that only move data: each dtype and layout."""
+def movements(rank: int, size: int, gloo) -> int:
+    """The collectives that only move data: each dtype and layout, against NumPy and gloo."""
     cases = 0
     for dtype in DTYPES:
         for name, make in LAYOUTS.items():
@@ -141,6 +141,27 @@ def movements(rank: int, size: int) -> int:
             got = values[rank].clone()
             dist.broadcast(got, root)
             same(got, values[root], "broadcast", *what)
+
+            if gloo_knows("SUM", dtype):
+                theirs = values[rank].clone(memory_format=torch.contiguous_format)
+                dist.broadcast(theirs, root, group=gloo)
+                same(theirs, values[root], "gloo broadcast", *what)
+                plain = [torch.empty_like(theirs) for _ in range(size)]
+                dist.all_gather(plain, values[rank].contiguous(), group=gloo)
+                same(torch.stack(plain), torch.stack(values), "gloo all_gather", *what)
+                plain = [torch.empty_like(theirs) for _ in range(size)]
+                dist.gather(
+                    values[rank].contiguous(), plain if rank == root else None, root, group=gloo
+                )
+                if rank == root:
+                    same(torch.stack(plain), torch.stack(values), "gloo gather", *what)
+                dist.scatter(
+                    theirs,
+                    [t.contiguous() for t in grid[root]] if rank == root else None,
+                    root,
+                    group=gloo,
+                )
+                same(theirs, grid[root][rank], "gloo scatter", *what)
 
             gathered = [torch.empty_like(layout) for _ in range(size)]
             dist.all_gather(gathered, values[rank])
@@ -176,7 +197,7 @@ def movements(rank: int, size: int) -> int:
 def matrix() -> None:
     rank, size = start()
     gloo = dist.new_group(backend="gloo")
-    cases = reductions(rank, size, gloo) + movements(rank, size)
+    cases = reductions(rank, size, gloo) + movements(rank, size, gloo)
     assert cases == (4 * 5 + 6 * 4) * 6 + 10 * 6
     dist.barrier()
 

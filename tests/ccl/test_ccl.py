@@ -34,7 +34,7 @@ def test_every_collective_over_tcp(size):
     ranks.check(ranks.plain("matrix", size, timeout=120), "PASSED")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_shapes(size):
     ranks.check(ranks.mpiexec("random_shapes", size), "PASSED")
 
