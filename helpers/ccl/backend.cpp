@@ -51,7 +51,8 @@ struct Group {
   ccl::communicator communicator;
   const std::string place;  // "on rank 0 of 2 (host node1)"
   std::atomic<bool> broken{false};
-  std::atomic<int> pending{0};
+  // operations in flight, counted apart from the group: see Operation::complete
+  const std::shared_ptr<std::atomic<int>> pending = std::make_shared<std::atomic<int>>(0);
 };
 
 using GroupPtr = std::shared_ptr<Group>;
@@ -65,6 +66,7 @@ class Operation : public c10d::Work {
       : Work(rank, type, name, inputs),
         group(std::move(group)),
         name(name),
+        place(this->group->place),
         timeout(timeout),
         deadline(Clock::now() + timeout),
         keep(std::move(inputs)),
@@ -79,7 +81,7 @@ class Operation : public c10d::Work {
   Tensors result() override { return outputs; }
   c10::intrusive_ptr<at::ivalue::Future> getFuture() override { return future; }
 
-  std::string title() const { return c10::str(name, " ", group->place, ": "); }
+  std::string title() const { return c10::str(name, " ", place, ": "); }
 
   std::exception_ptr failure(const std::string& reason) const {
     try {
@@ -103,8 +105,12 @@ class Operation : public c10d::Work {
     if (!problem) keep.clear();
     error = problem;
     if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+    // Let go of the group first: its last owner must be the thread that closes it. Another one
+    // might still be at it while the process ends.
+    const auto pending = group->pending;
+    group.reset();
     done = true;
-    --group->pending;
+    --*pending;
   }
 
   // Runs the callbacks, which may start operations and wait for them.
@@ -116,8 +122,9 @@ class Operation : public c10d::Work {
     }
   }
 
-  const GroupPtr group;
+  GroupPtr group;
   const char* const name;
+  const std::string place;
   const milliseconds timeout;
   const Clock::time_point deadline;
   std::atomic<bool> launched{false};
@@ -144,11 +151,19 @@ class Completions {
   void add(OperationPtr operation) {
     std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back(std::move(operation));
+    ++busy_;
     if (idle_ >= queue_.size()) {
       wake_.notify_one();
     } else {
       std::thread([this] { run(); }).detach();
     }
+  }
+
+  // Waits until no callback runs or waits, for so long at most. To be called before Python ends:
+  // a thread that asks a dead Python for its lock brings the process down.
+  void drain(milliseconds limit) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    quiet_.wait_for(lock, limit, [this] { return busy_ == 0; });
   }
 
  private:
@@ -164,13 +179,16 @@ class Completions {
       operation->complete_future();
       operation.reset();
       lock.lock();
+      if (--busy_ == 0) quiet_.notify_all();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<OperationPtr> queue_;
+  std::condition_variable quiet_;
   size_t idle_ = 0;
+  size_t busy_ = 0;
 };
 
 class Engine {
@@ -182,7 +200,7 @@ class Engine {
   }
 
   void submit(const OperationPtr& operation, bool asynchronous) {
-    ++operation->group->pending;
+    ++*operation->group->pending;
     operation->launched = true;
     operation->asynchronous = asynchronous;
     {
@@ -210,6 +228,8 @@ class Engine {
   // the process ends without oneCCL's own end, which would wait as well.
   void give_up() { given_up_ = true; }
   bool given_up() const { return given_up_; }
+
+  void drain(milliseconds limit) { completions_.drain(limit); }
 
   std::mutex mutex_;  // held while oneCCL is called
 
@@ -446,7 +466,7 @@ class BackendCcl : public c10d::Backend {
   // Waits for the operations in flight: each has a deadline.
   void shutdown() override {
     if (!group_) return;
-    Engine::get().drive([this] { return group_->pending == 0; }, Clock::time_point::max());
+    Engine::get().drive([this] { return *group_->pending == 0; }, Clock::time_point::max());
     group_.reset();
   }
 
@@ -912,6 +932,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       },
       py::call_guard<py::gil_scoped_release>());
   module.def("given_up", [] { return Engine::get().given_up(); });
+  module.def("drain", [](milliseconds limit) { Engine::get().drain(limit); },
+             py::call_guard<py::gil_scoped_release>());
   module.def("give_up", [] { Engine::get().give_up(); });
   module.def("oneccl_version", [] { return std::string(ccl::get_library_version().full); });
 }

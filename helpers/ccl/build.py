@@ -3,6 +3,7 @@
 The notebook that uses it: ``04_collectives``.
 """
 
+import atexit
 import fcntl
 import importlib.util
 import json
@@ -14,12 +15,14 @@ import sys
 import sysconfig
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
 SOURCE = Path(__file__).with_name("backend.cpp")
 NAME = "ccl_backend"
 LOCK_SECONDS = 600
+DRAIN_SECONDS = 10  # for callbacks that still run when the process ends
 REINSTALL = (
     f"{sys.executable} -m pip install --force-reinstall oneccl-cpu==2021.15.2 "
     "oneccl-cpu-devel==2021.15.2 impi-rt==2021.15.0"
@@ -220,6 +223,7 @@ def load() -> ModuleType:
             f"the backend can't be loaded: {cause}. Install oneCCL again: {REINSTALL}"
         ) from cause
     sys.modules[NAME] = module
+    atexit.register(module.drain, timedelta(seconds=DRAIN_SECONDS))
     return module
 
 
