@@ -300,8 +300,7 @@ class Cluster:
                 if ended or time.monotonic() > deadline:
                     why = "mpiexec has ended" if ended else f"{self.timeout:.0f} s are over"
                     raise ClusterError(
-                        f"{there} of {self.world_size} ranks came, and {why}. {self._missing()}\n"
-                        f"{self._log_tail()}"
+                        f"{there} of {self.world_size} ranks came, and {why}. {self._log()}"
                     )
                 time.sleep(0.1)
 
@@ -325,20 +324,15 @@ class Cluster:
     def _engines(self):
         return next(iter(self._cluster.engines.values()), None)
 
-    def _log_tail(self, lines: int = 20) -> str:
-        engines = self._engines()
-        output = engines.get_output(remove=False) if engines else ""
-        return "\n".join(output.strip().splitlines()[-lines:])
-
-    def _missing(self) -> str:
-        """Which ranks said nothing in the log."""
-        engines = self._engines()
-        output = engines.get_output(remove=False) if engines else ""
+    def _log(self, lines: int = 20) -> str:
+        """Which ranks said nothing, and the end of what all said."""
+        output = self._engines().get_output(remove=False)
+        tail = "\n".join(output.strip().splitlines()[-lines:])
         silent = [rank for rank in range(self.world_size) if f"[{rank}]" not in output]
         if not silent:
-            return "The end of their log:"
+            return f"The end of their log:\n{tail}"
         nodes = sorted({self.hosts[rank // self.ranks_per_node].name for rank in silent})
-        return f"Ranks {silent} on {', '.join(nodes)} said nothing. The end of the log:"
+        return f"Ranks {silent} on {', '.join(nodes)} said nothing. The end of the log:\n{tail}"
 
     # ---- end
 

@@ -47,7 +47,9 @@ def register() -> str:
     from helpers.ccl import build
 
     with contextlib.suppress(LaunchError):  # who makes the group without init() tells ranks anyhow
-        _set_variables(placement())
+        place = placement()
+        if place.local_rank is not None:
+            _set_variables(place)
     if importlib.util.find_spec(BINDING):
         try:
             return f"{BINDING} {importlib.import_module(BINDING).__version__}"

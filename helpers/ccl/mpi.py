@@ -27,7 +27,7 @@ class RanksError(RuntimeError):
         self.cause, self.late = cause, late
 
 
-def _session(leader: int) -> list[int]:
+def session_members(leader: int) -> list[int]:
     """Processes of the session that ``leader`` began, zombies not counted."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -46,9 +46,9 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
 
 def end_session(leader: int) -> None:
     """Ends mpiexec, its proxies and its ranks: politely, then by force."""
-    _signal(_session(leader), signal.SIGTERM)
+    _signal(session_members(leader), signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
-    while members := _session(leader):
+    while members := session_members(leader):
         if time.monotonic() > deadline:
             _signal(members, signal.SIGKILL)
         if time.monotonic() > 2 * GRACE_SECONDS + deadline:

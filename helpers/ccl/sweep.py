@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 from helpers.ccl.mpi import run
 from helpers.timing import Comparison
@@ -36,7 +37,7 @@ class Sweep:
 
     def median(self, backend: str) -> list[float]:
         """Median seconds at each size, in the order of the sizes."""
-        return [sorted(times)[len(times) // 2] for times in self.seconds[backend].values()]
+        return [median(times) for times in self.seconds[backend].values()]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers.ccl.mpi import MPIEXEC, session_members
+
 ROOT = Path(__file__).parents[2]
-MPIEXEC = Path(sys.prefix) / "bin/mpiexec"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PMI_", "MPI_", "CCL_", "FI_", "I_MPI_")
 
 
@@ -43,19 +44,6 @@ def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def session_members(session: int) -> list[int]:
-    """Processes of a session that are still there, zombies not counted."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            members.append(int(stat.parent.name))
-    return members
 
 
 def run(commands: list[tuple[list[str], dict[str, str]]], timeout: float) -> list[Ended]:

@@ -11,8 +11,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from helpers.ccl import mpi
-from helpers.ccl.mpi import RanksError, run
-from tests.ccl.ranks import session_members
+from helpers.ccl.mpi import RanksError, run, session_members
 
 pytestmark = pytest.mark.skipif(not mpi.MPIEXEC.exists(), reason="Intel MPI is not installed")
 FORGETFUL = "import os, time; print(os.getsid(0), flush=True); time.sleep(100)"
