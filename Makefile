@@ -7,7 +7,7 @@ export HOME := $(CURDIR)/build/home
 $(shell mkdir -p "$(HOME)")
 endif
 
-.PHONY: setup run test lab bench picture lint lock
+.PHONY: setup run test lab nodes nodes-down bench picture lint lock
 
 setup:
 	@env/setup.sh
@@ -22,6 +22,13 @@ test: setup lint
 # JupyterLab refuses root, which is who one is in many containers, unless told so.
 lab: setup
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+
+# N=3 nodes on this machine, to try a cluster on; nodes-down removes them. Needs root.
+nodes:
+	@env/lab/nodes up $(or $(N),3)
+
+nodes-down:
+	@env/lab/nodes down
 
 # all_reduce on oneCCL against gloo
 bench: setup

@@ -1,9 +1,12 @@
-"""Fine-tuning on one node: the training loop that ``03_finetune_one_node`` builds by hand.
+"""Fine-tuning, on one rank or on many: the training loop that ``03_finetune_one_node`` builds.
 
-``python -m helpers.finetune --help`` runs one from the shell and prints its result as JSON.
+``python -m helpers.finetune --help`` runs one from the shell and prints its result as JSON; so does
+``mpiexec -f hosts -n 8 -ppn 2 python -m helpers.finetune ...`` on several nodes
+(``07_distributed_mrpc``).
 """
 
 import argparse
+import datetime
 import importlib
 import importlib.util
 import json
@@ -14,12 +17,15 @@ from dataclasses import asdict, dataclass
 
 import torch
 from datasets import disable_progress_bars
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import DataCollatorWithPadding, set_seed
 from transformers.utils import logging as transformers_logging
 
-from helpers import data, models, profiles, questions
+from helpers import ccl, data, models, profiles, questions
+from helpers.ccl.launch import is_launched
+from helpers.distributed import Ranks, Shares, digest
 from helpers.metrics import Paraphrase, QuestionAnswering
 from helpers.profiles import Task
 from helpers.timing import Comparison, Stopwatch, Throughput
@@ -95,6 +101,15 @@ def encode(dataset: data.Data, task: str, tokenizer, settings: Task):
     )
 
 
+def without_dropout(model: torch.nn.Module) -> None:
+    """Switches a model's dropout off, so that runs can be compared number by number."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "dropout_prob"):  # attention's own, in fused kernels
+            module.dropout_prob = 0.0
+
+
 class FineTuning:
     """One fine-tuning run, advanced a few steps at a time.
 
@@ -103,43 +118,72 @@ class FineTuning:
     which data and model they are. Optimizer, schedule and clipping are those of the reference
     scripts: AdamW without weight decay, a learning rate that falls linearly to 0, gradients
     clipped at norm 1.
+
+    Where ``torch.distributed`` is initialized, the ranks of ``group`` (default: all) train one
+    model: each must make the run and call its methods. ``settings.batch_size`` are samples a
+    rank. Without ``dropout``, N ranks with batches of b take the steps of one rank with N * b.
     """
 
-    def __init__(self, task: str, settings: Task, precision: str = "fp32", seed: int = 0):
+    def __init__(
+        self,
+        task: str,
+        settings: Task,
+        precision: str = "fp32",
+        seed: int = 0,
+        dropout: bool = True,
+        group=None,
+    ):
         transformers_logging.set_verbosity_error()
         set_seed(seed)
         self.task, self.settings, self.precision = task, settings, precision
-        self.dataset = data.load(
-            task, settings.data, settings.train_samples, settings.eval_samples, seed
-        )
+        self.ranks = Ranks.of(group)
         kind = "question" if task == "squad" else "pair"
-        self.remarks = [self.dataset.source]
-        model, self.tokenizer = models.load(settings.model, kind, say=self.remarks.append)
+        self.remarks: list[str] = []
+        with self.ranks.one_after_the_first():
+            self.dataset = data.load(
+                task, settings.data, settings.train_samples, settings.eval_samples, seed
+            )
+            self.remarks.append(self.dataset.source)
+            model, self.tokenizer = models.load(settings.model, kind, say=self.remarks.append)
+        if not dropout:
+            without_dropout(model)
         train, self.evaluation_features = encode(self.dataset, task, self.tokenizer, settings)
-        self._collate = DataCollatorWithPadding(self.tokenizer)
-        # A question's logits are as long as its window: one length, so that they can be stacked.
-        self._collate_evaluation = (
+        # An answer's position is found among all positions, padding too: one length, as in the
+        # reference script, else the loss would depend on who shares a batch.
+        self._collate = (
             DataCollatorWithPadding(self.tokenizer, "max_length", settings.max_length)
             if task == "squad"
-            else self._collate
+            else DataCollatorWithPadding(self.tokenizer)
+        )
+        order = torch.Generator().manual_seed(seed)  # the same on all ranks
+        together = settings.batch_size * self.ranks.size
+        self._shares = Shares(
+            BatchSampler(RandomSampler(train, generator=order), together, drop_last=False),
+            self.ranks,
         )
         self.batches = DataLoader(
-            train,
-            batch_size=settings.batch_size,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(seed),
-            collate_fn=self._collate,
+            train, batch_sampler=self._shares, generator=order, collate_fn=self._collate
         )
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.learning_rate, weight_decay=0.0
         )
         self.model, self.optimizer = prepare(model.train(), optimizer, precision)
+        self._training_model = self.model
+        if self.ranks.size > 1:
+            # every rank has the same buffers: nothing to send before each step
+            self._training_model = DistributedDataParallel(
+                self.model,
+                process_group=self.ranks.group,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
         self.total_steps = settings.epochs * len(self.batches)
         self.schedule = LinearLR(self.optimizer, 1.0, 0.0, total_iters=self.total_steps)
         self.losses: list[float] = []
         self.samples = 0
         self._iterator = iter(())
-        set_seed(seed)  # dropout, too, starts the same whatever was drawn before
+        # dropout, too, starts the same whatever was drawn before, and differs between ranks
+        set_seed(seed + self.ranks.rank)
 
     def _next_batch(self):
         batch = next(self._iterator, None)
@@ -148,9 +192,9 @@ class FineTuning:
             batch = next(self._iterator)
         return batch
 
-    def _backward(self, batch) -> float:
+    def _backward(self, batch, weight: float = 1.0) -> float:
         with autocast(self.precision):
-            loss = self.model(**batch).loss
+            loss = self._training_model(**batch).loss * weight
         loss.backward()
         return loss.item()
 
@@ -168,27 +212,31 @@ class FineTuning:
         """Takes so many optimizer steps."""
         self.model.train()
         for _ in range(steps):
-            batch = self._next_batch()
-            self.losses.append(self._backward(batch))
+            step, batch = len(self.losses), self._next_batch()
+            self.losses.append(self._backward(batch, self._shares.weight(step)))
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.schedule.step()
-            self.samples += len(batch["input_ids"])
+            self.samples += self._shares.size(step)
 
     def outputs(self) -> list[torch.Tensor]:
         """The model's outputs for all evaluation features, in fp32: logits, or start and end."""
         self.model.eval()
         keep = self.tokenizer.model_input_names
         columns = [name for name in self.evaluation_features.column_names if name in keep]
+        features = self.evaluation_features.select_columns(columns)
+        # the same batches however many ranks there are: so their numbers are the same, too
+        batches = list(BatchSampler(range(len(features)), EVALUATION_BATCH, drop_last=False))
         loader = DataLoader(
-            self.evaluation_features.select_columns(columns),
-            batch_size=EVALUATION_BATCH,
+            features,
+            batch_sampler=batches[self.ranks.rank :: self.ranks.size],
             generator=torch.Generator(),  # else each evaluation would draw from dropout's numbers
-            collate_fn=self._collate_evaluation,
+            collate_fn=self._collate,
         )
         with torch.inference_mode(), autocast(self.precision):
             parts = [self.model(**batch).to_tuple() for batch in loader]
+        parts = self.ranks.gather(parts)
         return [torch.cat(column).float() for column in zip(*parts, strict=True)]
 
     def evaluate(self) -> dict[str, float]:
@@ -207,9 +255,33 @@ class FineTuning:
             predictions=outputs[0].argmax(-1).tolist(), references=self.dataset.evaluation["label"]
         )
 
+    def save(self, folder: str) -> None:
+        """Writes model and tokenizer, to be loaded by ``from_pretrained`` or ``helpers.models``."""
+        # IPEX packs its weights: its state_dict unpacks them
+        self.model.save_pretrained(folder, state_dict=self.model.state_dict())
+        self.tokenizer.save_pretrained(folder)
+
+    def mean_losses(self) -> list[float]:
+        """The loss of each step so far, over all ranks' samples."""
+        return self.ranks.mean(self.losses)
+
+    def check_weights(self) -> str:
+        """A checksum of the weights. Raises RuntimeError where the ranks' weights differ."""
+        own = digest(self.model)
+        if not self.ranks.agree(own):
+            raise RuntimeError(
+                f"rank {self.ranks.rank}: the ranks hold different weights ({own[:8]} here). Was "
+                "a step taken on some of them only, or without DistributedDataParallel?"
+            )
+        return own
+
     def result(self) -> dict:
-        """Losses so far and the metric, to be sent from one process to another."""
-        return {"losses": self.losses, "metric": self.evaluate()}
+        """Losses so far, metric and weights' checksum, to be sent to another process."""
+        return {
+            "losses": self.mean_losses(),
+            "metric": self.evaluate(),
+            "weights": self.check_weights(),
+        }
 
 
 @dataclass(frozen=True)
@@ -278,20 +350,44 @@ def main() -> None:
         "--steps", type=int, help="optimizer steps, without evaluation; default: the whole run"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--backend",
+        choices=("ccl", "gloo"),
+        default="ccl",
+        help="what the ranks communicate with, where mpiexec or torchrun starts several",
+    )
+    parser.add_argument("--output", help="folder for the trained model, in the format of the hub")
     options = parser.parse_args()
     settings = getattr(profiles.load(options.profile), options.task)
+    if is_launched():
+        ccl.init(options.backend, datetime.timedelta(minutes=30))  # a download may take long
     run = FineTuning(options.task, settings, options.precision, options.seed)
-    print(*run.remarks, sep="\n")
+    first = run.ranks.rank == 0
+    if first:
+        print(*run.remarks, sep="\n")
+        if run.ranks.size != settings.ranks:
+            print(f"{run.ranks.size} ranks; the profile is made for {settings.ranks}")
     steps = run.remaining_steps() if options.steps is None else options.steps
-    with Throughput(steps * settings.batch_size, options.precision) as meter:
+    with Throughput(
+        steps * settings.batch_size * run.ranks.size, options.precision, first
+    ) as meter:
         for _ in range(steps):
             before = run.samples
             run.train(1)
             meter.update(run.samples - before)
-    result = {"samples/s": meter.samples_per_second, **asdict(settings), "losses": run.losses}
+    result = {
+        "samples/s": meter.samples_per_second,
+        "world_size": run.ranks.size,
+        **asdict(settings),
+        "losses": run.mean_losses(),
+        "weights": run.check_weights(),
+    }
     if options.steps is None:
         result["metric"] = run.evaluate()
-    print(json.dumps(result))
+    if first:
+        if options.output:
+            run.save(options.output)
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

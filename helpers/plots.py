@@ -3,7 +3,7 @@
 A notebook shows the figure that is its cell's last value.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 
@@ -128,4 +128,42 @@ def curves(
             ax.set_yscale("log")
         ax.set(xlabel=xlabel, ylabel=ylabel)
         ax.legend()
+    return fig
+
+
+def cores(
+    rows: Mapping[str, Sequence[int]], owners: Mapping[str, Collection[int]], title: str = ""
+):
+    """A map of cores: a square each, in the colours of those who compute there.
+
+    ``rows`` maps a row's name (a socket) to the numbers of its cores, ``owners`` a name (a rank) to
+    the cores that it was given. A square with several owners is shared between their colours; one
+    without is white. The notebook that teaches it: ``04_threads_affinity_memory``.
+    """
+    from matplotlib.patches import Patch, Rectangle
+
+    colors = dict(zip(owners, COLORS, strict=False))
+    width = max(map(len, rows.values()))
+    with figure() as (fig, ax):
+        for y, numbers in enumerate(rows.values()):
+            for x, number in enumerate(numbers):
+                here = [colors[name] for name, its in owners.items() if number in its] or ["white"]
+                for part, color in enumerate(here):
+                    place = x + 0.9 * part / len(here), y
+                    ax.add_patch(Rectangle(place, 0.9 / len(here), 0.9, color=color))
+                ax.add_patch(Rectangle((x, y), 0.9, 0.9, fill=False, edgecolor="black"))
+                ax.text(x + 0.45, y + 0.45, str(number), ha="center", va="center", fontsize=8)
+        ax.set(xlim=(-0.1, width), ylim=(len(rows), -0.1), aspect="equal", title=title)
+        ax.set_yticks([y + 0.45 for y in range(len(rows))], list(rows))
+        ax.set_xticks([])
+        ax.tick_params(length=0)
+        ax.grid(False)
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+        ax.legend(
+            handles=[Patch(color=color, label=name) for name, color in colors.items()],
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+        )
+        fig.set_size_inches(3 + 0.4 * width, 0.6 + 0.5 * max(len(rows), len(owners) / 2))
     return fig

@@ -1,13 +1,16 @@
 """Threads, affinity, allocator and communication variables of the ranks of one node.
 
-``python -m helpers.runtime 2`` explains them for two ranks on this machine.
+``python -m helpers.runtime 2`` explains them for two ranks on this machine. The notebook that
+teaches them: ``04_threads_affinity_memory``.
 """
 
 import argparse
 import ctypes.util
 import os
+import pkgutil
+import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,6 +194,10 @@ def settings(
         found["CCL_WORKER_OFFLOAD"] = Setting(
             "0", f"with {cores} cores a rank, a polling worker would take one that computes"
         )
+    if any("jemalloc" in library for library in preload):
+        found["MALLOC_CONF"] = Setting(
+            "dirty_decay_ms:-1,muzzy_decay_ms:-1", "jemalloc keeps freed memory only if told to"
+        )
     if preload:
         found["LD_PRELOAD"] = Setting(
             ":".join(preload), "an allocator that keeps freed memory, and Intel's OpenMP"
@@ -208,6 +215,58 @@ def explain(found: Mapping[str, Setting]) -> str:
     return "\n".join(
         f"{name}={setting.value}   # {setting.reason}" for name, setting in found.items()
     )
+
+
+class Rank:
+    """An object in a process that can be pinned and watched, for a ``helpers.workers.Worker``.
+
+    ``target`` names its class, as in "helpers.finetune:FineTuning". ``load`` imports and builds it:
+    several processes start one after the other, each with variables of its own, and load at the
+    same time. All other methods are the object's.
+    """
+
+    def __init__(self, target: str, *arguments):
+        self._build = target, arguments
+        self._object = None
+
+    def load(self) -> None:
+        name, arguments = self._build
+        self._object = pkgutil.resolve_name(name)(*arguments)
+
+    def value(self, name: str):
+        """An attribute of the object."""
+        return getattr(self._object, name)
+
+    def pin(self, cpus: Iterable[int]) -> None:
+        """Moves all threads that the process has to these logical CPUs, as ``taskset -ap`` does."""
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cpus)
+
+    def cpus(self) -> set[int]:
+        """The logical CPUs that its threads may use."""
+        threads = Path("/proc/self/task").iterdir()
+        return set().union(*(os.sched_getaffinity(int(thread.name)) for thread in threads))
+
+    def faults(self) -> int:
+        """Minor page faults since its start: pages that the kernel gave it, and cleared."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    def memory(self) -> dict[str, int]:
+        """The bytes of memory that it holds "now", and its "peak"."""
+        status = Path("/proc/self/status").read_text()
+        names = {"now": "VmRSS:", "peak": "VmHWM:"}
+        return {
+            what: 1024 * int(status.partition(name)[2].split()[0]) for what, name in names.items()
+        }
+
+    def has_loaded(self, library: str) -> bool:
+        """Whether a shared library of this name is in its memory, by LD_PRELOAD for example."""
+        return library in Path("/proc/self/maps").read_text()
+
+    def __getattr__(self, name: str):
+        if self._object is None:
+            raise AttributeError(f"no {name!r} yet: {self._build[0]} is not loaded; call load")
+        return getattr(self._object, name)
 
 
 def main() -> None:

@@ -39,11 +39,18 @@ class Throughput(Stopwatch):
 
     ``total`` is the number of samples to come, ``label`` stands before the bar. Call
     ``update(count)`` after each batch; ``samples_per_second`` is there when the block has ended.
+    Of several ranks, one should ``show`` the bar.
     """
 
-    def __init__(self, total: int, label: str = ""):
+    def __init__(self, total: int, label: str = "", show: bool = True):
         self._bar = tqdm(
-            total=total, desc=label, unit=" samples", file=sys.stdout, leave=False, delay=0.5
+            total=total,
+            desc=label,
+            unit=" samples",
+            file=sys.stdout,
+            leave=False,
+            delay=0.5,
+            disable=not show,
         )
         self.samples = 0
 

@@ -1,5 +1,6 @@
 """The cluster of MPI ranks: started, checked, broken and gone, on this machine."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,12 +9,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import ipyparallel
 import psutil
 import pytest
 
-from helpers import cluster, runtime
+from helpers import cluster, nodes, runtime
 from helpers.ccl import mpi
-from helpers.cluster import Cluster, ClusterError, Host, read_hosts
+from helpers.cluster import Cluster, ClusterError
+from helpers.nodes import Host, read_hosts
 
 ROOT = Path(__file__).parents[1]
 needs_mpi = pytest.mark.skipif(not mpi.MPIEXEC.exists(), reason="Intel MPI is not installed")
@@ -32,7 +35,7 @@ CORES = len(runtime.hardware().usable)
 
 def ours() -> set[int]:
     """Processes that a cluster would leave."""
-    words = ("ipyparallel", "mpiexec", "hydra")
+    words = ("ipyparallel", "helpers.engine", "helpers.nodes", "mpiexec", "hydra")
     found = set()
     for process in psutil.process_iter(["cmdline", "status"]):
         told = " ".join(process.info["cmdline"] or [])
@@ -117,7 +120,7 @@ def test_what_ssh_says_is_told_with_node_cause_and_mend(tmp_path, monkeypatch, s
 @needs_mpi
 def test_a_node_that_never_answers_is_given_up(tmp_path, monkeypatch):
     fake_ssh(tmp_path, monkeypatch, "exec sleep 60")
-    monkeypatch.setattr(cluster, "PROBE_SECONDS", 1)
+    monkeypatch.setattr(nodes, "PROBE_SECONDS", 1)
     with pytest.raises(ClusterError, match="node1: no answer within 1 s"), Cluster(["node1"], 1):
         pass
 
@@ -125,7 +128,7 @@ def test_a_node_that_never_answers_is_given_up(tmp_path, monkeypatch):
 @needs_mpi
 @pytest.mark.parametrize("part", ["python", "torch"])
 def test_another_version_on_a_node_is_refused(tmp_path, monkeypatch, part):
-    told = str(cluster.describe() | {part: "1.2.3", "usable": 8}).replace("'", '"')
+    told = json.dumps(nodes.describe() | {part: "1.2.3"})
     fake_ssh(tmp_path, monkeypatch, f"echo '{told}'")
     with (
         pytest.raises(ClusterError, match=rf"node1 has {part} 1\.2\.3, localhost has"),
@@ -200,9 +203,52 @@ def test_the_table_has_a_row_for_each_rank(pair):
     assert "local_rank" in html
 
 
+def test_an_interrupt_reaches_the_ranks(pair):
+    waiting = pair.view.apply_async(time.sleep, 60)
+    time.sleep(1)
+    pair.client.send_signal(signal.SIGINT, block=True)
+    waiting.wait(10)
+    with pytest.raises(ipyparallel.error.CompositeError) as interrupted:
+        waiting.get(timeout=1)
+    for rank in range(2):
+        assert f"[{rank}:apply]KeyboardInterrupt" in str(interrupted.value)
+    assert pair.view.apply_sync(os.getenv, "PMI_RANK") == ["0", "1"]
+
+
+def test_the_stacks_tell_who_waits_where(pair):
+    # rank 1 does not come: rank 0 waits in the cell's third line
+    waiting = pair.view.execute(
+        "import os, time\nif os.environ['PMI_RANK'] == '0':\n    time.sleep(60)", block=False
+    )
+    time.sleep(1)
+    where = [row["where, innermost first"] for row in pair.stacks()]
+    pair.client.send_signal(signal.SIGINT, block=True)
+    waiting.wait(10)
+    assert ":3 <module>" in where[0]
+    assert where[1] == "idle"
+
+
+def test_output_is_keyed_by_rank(pair, capsys):
+    said = pair.view.execute("import os; print('I am', os.environ['PMI_RANK'])", block=False)
+    said.get()
+    said.display_outputs()
+    printed = capsys.readouterr().out.split()
+    assert printed == ["[stdout:0]", "I", "am", "0", "[stdout:1]", "I", "am", "1"]
+
+
 def test_ranks_reduce_over_the_courses_backend(pair):
     pair.view.execute(SUM, block=True)
     assert pair.view["summed"] == [(0, [3.0] * 3), (1, [3.0] * 3)]
+
+
+@needs_mpi
+def test_engines_whose_number_is_not_their_rank_are_refused(monkeypatch):
+    planted = str(ROOT / "tests/planted/reversed_engine.py")
+    monkeypatch.setattr(cluster, "ENGINE", (sys.executable, planted))
+    before = ours()
+    with pytest.raises(ClusterError, match="rank 1 got the number 0 as an engine"):
+        Cluster(None, 2, oversubscribe=CORES < 2).start()
+    assert gone_within(before, 5) == set()
 
 
 @needs_mpi

@@ -41,6 +41,15 @@ def test_a_missing_prediction_is_an_error():
         plots.prediction({}, {"bf16": [1.0]}, "speed-up")
 
 
+def test_a_core_is_shared_between_the_colours_of_its_owners():
+    fig = plots.cores({"socket 0": [0, 1, 2]}, {"rank 0": [0, 1], "rank 1": [1]})
+    areas = [patch for patch in fig.axes[0].patches if patch.get_fill()]
+    assert [patch.get_x() for patch in areas] == [0, 1, 1.45, 2]
+    assert [patch.get_width() for patch in areas] == [0.9, 0.45, 0.45, 0.9]
+    faces = [matplotlib.colors.to_hex(patch.get_facecolor()) for patch in areas]
+    assert faces == [*(plots.COLORS[i].lower() for i in (0, 0, 1)), "#ffffff"]
+
+
 def test_figures_are_closed_and_leave_the_readers_style_alone():
     import matplotlib.pyplot as plt
 

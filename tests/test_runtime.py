@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import runtime
-from helpers.runtime import Core, Hardware, RuntimeLimit, hardware, settings, shares, variables
+from helpers.runtime import (
+    Core,
+    Hardware,
+    Rank,
+    RuntimeLimit,
+    hardware,
+    settings,
+    shares,
+    variables,
+)
+from helpers.workers import Worker
 
 
 def node(sockets: int, cores: int, threads: int = 1, quota: float | None = None) -> Hardware:
@@ -146,3 +156,24 @@ def test_this_machine():
     assert {cpu for core in machine.cores for cpu in core.threads} == os.sched_getaffinity(0)
     told = runtime.explain(settings(machine, 1))
     assert told.startswith(f"OMP_NUM_THREADS={len(machine.usable)}   # {len(machine.usable)} cores")
+
+
+def test_a_rank_loads_is_pinned_and_watched():
+    cpu = min(os.sched_getaffinity(0))
+    with Worker("a", Rank, "array:array", "b", b"x" * 2**24) as rank:
+        before = rank.call("faults")
+        rank.call("load")
+        assert rank.call("count", ord("x")) == 2**24
+        assert rank.call("value", "typecode") == "b"
+        assert rank.call("faults") > before
+        memory = rank.call("memory")
+        assert memory["peak"] >= memory["now"] > 2**24
+        rank.call("pin", {cpu})
+        assert rank.call("cpus") == {cpu}
+        assert rank.call("has_loaded", "libc.so")
+        assert not rank.call("has_loaded", "no such library")
+
+
+def test_a_rank_that_is_not_loaded_says_so():
+    with pytest.raises(AttributeError, match="array:array is not loaded; call load"):
+        Rank("array:array", "b").count(1)

@@ -5,9 +5,10 @@
     place = ccl.init()            # or ccl.init("gloo")
     torch.distributed.all_reduce(tensor)
 
-The notebook that teaches it: ``04_collectives``.
+The notebook that teaches it: ``06_collectives``.
 """
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -100,6 +101,13 @@ def _set_variables(place: Placement) -> None:
         os.environ.setdefault(name, value)
 
 
+def _destroy_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def init(backend: str = "ccl", timeout: timedelta = timedelta(minutes=5)) -> Group:
     """Makes the default process group and says, on rank 0, what it found and where from.
 
@@ -145,6 +153,9 @@ def init(backend: str = "ccl", timeout: timedelta = timedelta(minutes=5)) -> Gro
             f"from {place.source}; master {where}; backend {backend} ({library})",
             flush=True,
         )
+    if backend == "gloo":
+        # a group of gloo's that outlives Python may abort the process
+        atexit.register(_destroy_group)
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
     )

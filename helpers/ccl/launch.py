@@ -1,6 +1,6 @@
 """Which rank am I, and where do the others meet? Contradictions are refused.
 
-The notebook that teaches it: ``04_collectives``.
+The notebook that teaches it: ``06_collectives``.
 """
 
 import atexit
@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+
+from helpers import network
 
 # Each launcher's names for: rank, world size, local rank, local size.
 LAUNCHERS = {
@@ -69,6 +71,13 @@ def _told(variables: Mapping[str, str], source: str) -> Placement | None:
             f"{names[0]}={rank} of {names[1]}={size}"
         )
     return Placement(*values, source, mpi=source == "Intel MPI's mpiexec")
+
+
+def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher started this process: mpiexec, torchrun, or one that is not supported."""
+    return any(names[0] in variables for names in LAUNCHERS.values()) or any(
+        name in variables for name in OTHER_LAUNCHERS
+    )
 
 
 def placement(variables: Mapping[str, str] = os.environ) -> Placement:
@@ -160,19 +169,19 @@ class _Mpi:
         ]
 
 
-def _address_towards(hosts: list[str]) -> str:
-    """This host's address as the other hosts see it."""
+def _address_for(hosts: list[str]) -> str:
+    """Rank 0's address for the others: of its gloo interface, else where the next host is."""
     here = socket.gethostname()
     other = next((host for host in hosts if host != here), None)
     if other is None:
         return "127.0.0.1"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((other, 9))  # sends nothing, only asks for the route
-            return probe.getsockname()[0]
+        return network.address_of(interface) if interface else network.address_towards(other)
     except OSError as cause:
         raise LaunchError(
-            f"{here} finds no way to {other} ({cause}): set MASTER_ADDR and MASTER_PORT"
+            f"{here} finds no way to {other} ({cause}): set GLOO_SOCKET_IFNAME to the network "
+            "interface that leads there, or MASTER_ADDR and MASTER_PORT"
         ) from cause
 
 
@@ -200,7 +209,11 @@ def rendezvous(place: Placement, timeout: timedelta):
         hosts = mpi.gather(socket.gethostname())
         mine = ""
         if place.rank == 0:
-            address = _address_towards(hosts)
+            try:
+                address = _address_for(hosts)
+            except LaunchError:
+                mpi.gather("")  # the others must not wait for an address that won't come
+                raise
             opened = dist.TCPStore(
                 address,
                 0,
@@ -210,7 +223,10 @@ def rendezvous(place: Placement, timeout: timedelta):
                 multi_tenant=True,
             )
             mine = f"{address} {opened.port}"
-        os.environ.update(zip(variables, mpi.gather(mine)[0].split(), strict=True))
+        meeting = mpi.gather(mine)[0].split()
+        if not meeting:
+            raise LaunchError(f"rank 0, on {hosts[0]}, has no address for us; it says why")
+        os.environ.update(zip(variables, meeting, strict=True))
     where = ":".join(os.environ[name] for name in variables)
     try:
         store, *_ = next(

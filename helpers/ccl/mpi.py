@@ -1,6 +1,6 @@
 """Runs Python on several ranks of this machine, under Intel MPI's mpiexec.
 
-The notebook that uses it: ``04_collectives``.
+The notebook that uses it: ``06_collectives``.
 """
 
 import contextlib
@@ -45,8 +45,12 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def end_session(leader: int) -> None:
-    """Ends mpiexec, its proxies and its ranks: politely, then by force."""
-    _signal(session_members(leader), signal.SIGTERM)
+    """Ends mpiexec, its proxies and its ranks: politely, then by force.
+
+    mpiexec is asked alone, since it waits long for proxies on other nodes whose ssh is gone.
+    """
+    members = session_members(leader)
+    _signal([leader] if leader in members else members, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
     while members := session_members(leader):
         if time.monotonic() > deadline:

@@ -1,0 +1,110 @@
+"""What a training on several ranks needs besides ``DistributedDataParallel``.
+
+Each rank takes its share of every batch, counts it at its true weight, and evaluates its share of
+the evaluation set, with nothing counted twice. The notebook that teaches it:
+``07_distributed_mrpc``.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, Sampler
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train together: this one's number, their count, their process group.
+
+    Its methods are collectives: every rank of the group has to call them, in the same order.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> "Ranks":
+        """Those of a process group, by default of the whole world; without one, a single rank."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    def gather(self, items: list) -> list:
+        """All ranks' items in the order in which they were dealt out: rank 0, 1, ..., 0, 1, ..."""
+        if self.size == 1:
+            return items
+        hands: list[list] = [[]] * self.size
+        dist.all_gather_object(hands, items, group=self.group)
+        count = sum(map(len, hands))
+        return [hands[i % self.size][i // self.size] for i in range(count)]
+
+    def mean(self, values: list[float]) -> list[float]:
+        """The mean over all ranks, value by value."""
+        if self.size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return (total / self.size).tolist()
+
+    def agree(self, text: str) -> bool:
+        """Whether all ranks hold the same text."""
+        return len(set(self.gather([text]))) == 1
+
+    @contextmanager
+    def one_after_the_first(self) -> Iterator[None]:
+        """The block runs on rank 0 first, then on the others: what it downloads is there then."""
+        if self.size > 1 and self.rank > 0:
+            dist.barrier(group=self.group)
+        try:
+            yield
+        finally:
+            if self.size > 1 and self.rank == 0:
+                dist.barrier(group=self.group)
+
+
+class Shares(Sampler):
+    """One rank's share of each global batch: every n-th sample, n being the number of ranks.
+
+    N ranks with batches of b samples then take the steps of one rank with batches of N * b, in
+    the same order. A last batch with fewer samples than ranks leaves some without: they get the
+    first sample, at weight 0, since they have to take part in the step.
+    """
+
+    def __init__(self, batches: BatchSampler, ranks: Ranks):
+        self.batches, self.ranks = batches, ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            yield batch[self.ranks.rank :: self.ranks.size] or batch[:1]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def size(self, step: int) -> int:
+        """Samples of the global batch of a step."""
+        before = step % len(self) * self.batches.batch_size
+        return min(self.batches.batch_size, len(self.batches.sampler) - before)
+
+    def own(self, step: int) -> int:
+        """How many of them are this rank's; may be 0."""
+        return len(range(self.ranks.rank, self.size(step), self.ranks.size))
+
+    def weight(self, step: int) -> float:
+        """What this rank's mean loss counts in the ranks' mean, so that each sample counts alike.
+
+        1 for a full batch. DDP averages over ranks, and a rank with fewer samples would
+        otherwise weigh as much as one with more.
+        """
+        return self.own(step) * self.ranks.size / self.size(step)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """SHA-256 of all weights: equal weights, equal text."""
+    found = hashlib.sha256()
+    for weight in model.parameters():
+        found.update(weight.detach().cpu().flatten().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
