@@ -30,9 +30,10 @@ nodes:
 nodes-down:
 	@env/lab/nodes down
 
-# all_reduce on oneCCL against gloo
+# all_reduce on oneCCL against gloo; a training from a notebook against bare mpiexec
 bench: setup
 	$(BIN)/python -m bench.collectives
+	$(BIN)/python -m bench.driving
 
 # The README's picture, as this machine measures it.
 picture: setup

@@ -96,10 +96,10 @@ class Cluster:
         columns = ("rank", "host", "local_rank", "cores", "threads", "nic", "isa", "torch")
         return Table({name: place[name] for name in columns} for place in self.places)
 
-    def stacks(self, depth: int = 6) -> Table:
+    def stacks(self) -> Table:
         """Where each rank is at this moment: what a hang looks like from inside.
 
-        A row for each rank with its innermost ``depth`` calls, innermost first; "idle" for one
+        A row for each rank with its calls, from the innermost to the cell's line; "idle" for one
         that waits for a cell, and "no answer" for one that doesn't tell within 3 seconds.
         """
         skip = len(self._output())
@@ -114,10 +114,13 @@ class Cluster:
         rows = Table()
         for rank in range(self.world_size):
             calls = frames.get(rank, [])
-            where = " < ".join(call.rpartition("/")[2] for call in calls[:depth])
-            if calls and not any("/ipykernel_" in call for call in calls):  # a cell's file
-                where = "idle"
-            rows.append({"rank": rank, "where, innermost first": where or "no answer"})
+            in_cell = [i for i, call in enumerate(calls) if "/ipykernel_" in call]  # a cell's file
+            where = "idle" if calls else "no answer"
+            if in_cell:
+                inner, cell = calls[: in_cell[0]], calls[in_cell[0]]
+                line = cell.rpartition(":")[2].partition(" ")[0]
+                where = " < ".join([call.rpartition("/")[2] for call in inner] + [f"cell:{line}"])
+            rows.append({"rank": rank, "where, innermost first": where})
         return rows
 
     # ---- start

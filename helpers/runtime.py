@@ -192,7 +192,7 @@ def settings(
         )
     else:
         found["CCL_WORKER_OFFLOAD"] = Setting(
-            "0", f"with {cores} cores a rank, a polling worker would take one that computes"
+            "0", f"cores a rank: {cores}; a polling worker would take one that computes"
         )
     if any("jemalloc" in library for library in preload):
         found["MALLOC_CONF"] = Setting(
