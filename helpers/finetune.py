@@ -28,11 +28,21 @@ from helpers.ccl.launch import is_launched
 from helpers.distributed import Ranks, Shares, digest
 from helpers.metrics import Paraphrase, QuestionAnswering
 from helpers.profiles import Task
+from helpers.recipe import (
+    FAST,
+    PLAIN,
+    PUBLISHED,
+    GroupedBatches,
+    Recipe,
+    question_loss,
+    use_fast_dropout,
+)
 from helpers.timing import Comparison, Stopwatch, Throughput
 from helpers.workers import Worker
 
 PRECISIONS = ("fp32", "bf16", "ipex-bf16")
 SENTENCES = {"mrpc": ("sentence1", "sentence2"), "qqp": ("question1", "question2")}
+RECIPES = {"published": PUBLISHED, "plain": PLAIN, "fast": FAST}
 MAX_GRADIENT_NORM = 1.0
 EVALUATION_BATCH = 64
 
@@ -103,10 +113,16 @@ def encode(dataset: data.Data, task: str, tokenizer, settings: Task):
 
 def without_dropout(model: torch.nn.Module) -> None:
     """Switches a model's dropout off, so that runs can be compared number by number."""
+    without_attention_dropout(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "dropout_prob"):  # attention's own, in fused kernels
+
+
+def without_attention_dropout(model: torch.nn.Module) -> None:
+    """Switches off the dropout of attention weights, which fused attention does not know."""
+    for module in model.modules():
+        if hasattr(module, "dropout_prob"):
             module.dropout_prob = 0.0
 
 
@@ -121,7 +137,8 @@ class FineTuning:
 
     Where ``torch.distributed`` is initialized, the ranks of ``group`` (default: all) train one
     model: each must make the run and call its methods. ``settings.batch_size`` are samples a
-    rank. Without ``dropout``, N ranks with batches of b take the steps of one rank with N * b.
+    rank. Without ``dropout``, N ranks with batches of b take the steps of one rank with N * b,
+    unless ``recipe`` (``helpers.recipe``: what makes a step faster) groups samples by length.
     """
 
     def __init__(
@@ -132,10 +149,12 @@ class FineTuning:
         seed: int = 0,
         dropout: bool = True,
         group=None,
+        recipe: Recipe = PLAIN,
     ):
         transformers_logging.set_verbosity_error()
         set_seed(seed)
         self.task, self.settings, self.precision = task, settings, precision
+        self.recipe = recipe
         self.ranks = Ranks.of(group)
         kind = "question" if task == "squad" else "pair"
         self.remarks: list[str] = []
@@ -147,25 +166,33 @@ class FineTuning:
             model, self.tokenizer = models.load(settings.model, kind, say=self.remarks.append)
         if not dropout:
             without_dropout(model)
+        if not recipe.attention_dropout:
+            without_attention_dropout(model)
+        if recipe.fast_dropout:
+            use_fast_dropout(model)
         train, self.evaluation_features = encode(self.dataset, task, self.tokenizer, settings)
-        # An answer's position is found among all positions, padding too: one length, as in the
-        # reference script, else the loss would depend on who shares a batch.
-        self._collate = (
-            DataCollatorWithPadding(self.tokenizer, "max_length", settings.max_length)
-            if task == "squad"
-            else DataCollatorWithPadding(self.tokenizer)
-        )
+        to_the_batch = DataCollatorWithPadding(self.tokenizer)
+        to_the_limit = DataCollatorWithPadding(self.tokenizer, "max_length", settings.max_length)
+        self._collate = to_the_limit if recipe.padding == "fixed" else to_the_batch
+        # A question's logits are as long as its window: one length, so that they can be stacked.
+        self._collate_evaluation = to_the_limit if task == "squad" else self._collate
         order = torch.Generator().manual_seed(seed)  # the same on all ranks
         together = settings.batch_size * self.ranks.size
-        self._shares = Shares(
-            BatchSampler(RandomSampler(train, generator=order), together, drop_last=False),
-            self.ranks,
-        )
+        if recipe.padding == "grouped":
+            lengths = [len(ids) for ids in train["input_ids"]]
+            batches = GroupedBatches(lengths, together, order)
+        else:
+            batches = BatchSampler(RandomSampler(train, generator=order), together, drop_last=False)
+        self._shares = Shares(batches, self.ranks)
         self.batches = DataLoader(
             train, batch_sampler=self._shares, generator=order, collate_fn=self._collate
         )
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=settings.learning_rate, weight_decay=0.0
+            model.parameters(),
+            lr=settings.learning_rate,
+            weight_decay=0.0,
+            # IPEX brings an optimizer of its own
+            fused=recipe.fused_optimizer and precision != "ipex-bf16",
         )
         self.model, self.optimizer = prepare(model.train(), optimizer, precision)
         self._training_model = self.model
@@ -194,9 +221,17 @@ class FineTuning:
 
     def _backward(self, batch, weight: float = 1.0) -> float:
         with autocast(self.precision):
-            loss = self._training_model(**batch).loss * weight
+            loss = self._loss(batch) * weight
         loss.backward()
         return loss.item()
+
+    def _loss(self, batch) -> torch.Tensor:
+        if self.task != "squad" or self.recipe.padding == "fixed":
+            return self._training_model(**batch).loss
+        inputs = {name: column for name, column in batch.items() if "positions" not in name}
+        outputs = self._training_model(**inputs)
+        positions = batch["start_positions"], batch["end_positions"]
+        return question_loss(outputs, *positions, batch["attention_mask"])
 
     def warm_up(self) -> None:
         """Computes the gradients of one batch and drops them, so that all kernels are chosen."""
@@ -232,7 +267,7 @@ class FineTuning:
             features,
             batch_sampler=batches[self.ranks.rank :: self.ranks.size],
             generator=torch.Generator(),  # else each evaluation would draw from dropout's numbers
-            collate_fn=self._collate,
+            collate_fn=self._collate_evaluation,
         )
         with torch.inference_mode(), autocast(self.precision):
             parts = [self.model(**batch).to_tuple() for batch in loader]
@@ -356,12 +391,20 @@ def main() -> None:
         default="ccl",
         help="what the ranks communicate with, where mpiexec or torchrun starts several",
     )
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default="plain",
+        help="published: all padded to the longest allowed; plain: to the longest of the batch; "
+        "fast: all that helpers.recipe has",
+    )
     parser.add_argument("--output", help="folder for the trained model, in the format of the hub")
     options = parser.parse_args()
     settings = getattr(profiles.load(options.profile), options.task)
     if is_launched():
         ccl.init(options.backend, datetime.timedelta(minutes=30))  # a download may take long
-    run = FineTuning(options.task, settings, options.precision, options.seed)
+    recipe = RECIPES[options.recipe]
+    run = FineTuning(options.task, settings, options.precision, options.seed, recipe=recipe)
     first = run.ranks.rank == 0
     if first:
         print(*run.remarks, sep="\n")
@@ -378,6 +421,7 @@ def main() -> None:
     result = {
         "samples/s": meter.samples_per_second,
         "world_size": run.ranks.size,
+        "recipe": asdict(recipe),
         **asdict(settings),
         "losses": run.mean_losses(),
         "weights": run.check_weights(),

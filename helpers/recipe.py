@@ -1,0 +1,131 @@
+"""What makes a fine-tuning step faster and leaves the training what it is, piece by piece.
+
+``FineTuning(..., recipe=FAST)`` uses all of it; ``python -m bench.recipe`` measures each piece.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Sampler
+
+BYTES = 256  # values of a random byte
+POOL = 50
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which pieces a training uses.
+
+    ``padding`` is "fixed" (all to the longest that is allowed, as in the reference scripts),
+    "batch" (to the longest of the batch) or "grouped" (the same, and a batch holds samples of
+    about the same length). ``fast_dropout`` draws dropout's random numbers a byte each.
+    ``attention_dropout`` is that of the attention weights, which keeps PyTorch from its fused
+    attention. ``fused_optimizer`` updates all weights in one pass over memory.
+    """
+
+    padding: str = "batch"
+    fast_dropout: bool = False
+    attention_dropout: bool = True
+    fused_optimizer: bool = False
+
+    def __post_init__(self):
+        if self.padding not in ("fixed", "batch", "grouped"):
+            raise ValueError(f"padding {self.padding!r}: there are 'fixed', 'batch' and 'grouped'")
+
+
+PLAIN = Recipe()
+PUBLISHED = Recipe(padding="fixed")
+FAST = Recipe("grouped", fast_dropout=True, attention_dropout=False, fused_optimizer=True)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dropped):
+        count = x.numel()
+        # 64 random bits cost little more than one: eight elements share a number
+        bits = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None)
+        kept = (bits.view(torch.uint8)[:count] >= dropped).view(x.shape)
+        ctx.save_for_backward(kept)
+        ctx.scale = BYTES / (BYTES - dropped)
+        return torch.where(kept, x, 0).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (kept,) = ctx.saved_tensors
+        return torch.where(kept, gradient, 0).mul_(ctx.scale), None
+
+
+class FastDropout(torch.nn.Module):
+    """Dropout whose probability is rounded to a multiple of 1/256: 0.1 becomes 26/256 = 0.1016.
+
+    PyTorch's own draws 32 random bits or more for each element. What is kept is scaled by the
+    rounded probability, so the mean is right. Raises ValueError for a
+    probability outside of [0, 1).
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout {p}: a probability from 0, and below 1")
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of any shape and floating type; the same in evaluation mode."""
+        dropped = min(round(self.p * BYTES), BYTES - 1)
+        return _Dropout.apply(x, dropped) if self.training and dropped else x
+
+
+def use_fast_dropout(model: torch.nn.Module) -> int:
+    """Replaces a model's ``torch.nn.Dropout`` modules; returns how many there were."""
+    replaced = 0
+    for module in model.modules():
+        for name, child in module.named_children():
+            if type(child) is torch.nn.Dropout and child.p < 1:
+                setattr(module, name, FastDropout(child.p).train(child.training))
+                replaced += 1
+    return replaced
+
+
+class GroupedBatches(Sampler):
+    """Batches of samples of about the same length, in random order.
+
+    Each epoch shuffles all samples, sorts them by length within pools of 50 batches, cuts each
+    pool into batches, and shuffles the batches. Only the last batch may be smaller; its samples
+    are random. ``lengths`` are in tokens. The idea: ``group_by_length`` in transformers.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, generator: torch.Generator):
+        self.sampler = torch.as_tensor(lengths)
+        self.batch_size, self.generator = batch_size, generator
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(len(self.sampler), generator=self.generator)
+        full = len(order) // self.batch_size * self.batch_size
+        batches = []
+        for pool in order[:full].split(POOL * self.batch_size):
+            ranked = pool[self.sampler[pool].argsort(stable=True)]
+            batches += ranked.view(-1, self.batch_size).tolist()
+        for number in torch.randperm(len(batches), generator=self.generator).tolist():
+            yield batches[number]
+        if full < len(order):
+            yield order[full:].tolist()
+
+
+def question_loss(outputs, starts: torch.Tensor, ends: torch.Tensor, mask: torch.Tensor):
+    """Mean cross entropy of an answer's first and last position, among real tokens only.
+
+    ``outputs`` has ``start_logits`` and ``end_logits`` of (batch, length), ``mask`` is 1 for real
+    tokens. transformers' own loss counts padding as possible answers: it then depends on how much
+    of it there is.
+    """
+    parts = [
+        torch.nn.functional.cross_entropy(
+            logits.float().masked_fill(mask == 0, -torch.inf), positions
+        )
+        for logits, positions in ((outputs.start_logits, starts), (outputs.end_logits, ends))
+    ]
+    return sum(parts) / 2

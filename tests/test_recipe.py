@@ -1,0 +1,177 @@
+"""Each piece of the recipe does what stock PyTorch does, faster or not."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import profiles
+from helpers.finetune import FineTuning
+from helpers.recipe import (
+    FAST,
+    PLAIN,
+    PUBLISHED,
+    FastDropout,
+    GroupedBatches,
+    Recipe,
+    question_loss,
+    use_fast_dropout,
+)
+
+
+def test_an_unknown_padding_is_refused():
+    with pytest.raises(ValueError, match="'longest': there are 'fixed', 'batch' and 'grouped'"):
+        Recipe(padding="longest")
+
+
+# ---------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_drops_its_share_and_keeps_the_mean(dtype, p):
+    torch.manual_seed(0)
+    x = torch.ones(1000, 999, dtype=dtype, requires_grad=True)
+    y = FastDropout(p)(x)
+    share = (y == 0).float().mean().item()
+    assert share == pytest.approx(round(256 * p) / 256, abs=0.002)  # four sigmas and more
+    assert y.float().mean().item() == pytest.approx(1, abs=0.005)
+    kept = y[y != 0]
+    assert kept.min() == kept.max()
+    y.backward(torch.ones_like(y))
+    assert torch.equal(x.grad, y)  # of ones: the same zeros, the same scale
+
+
+def test_neighbours_rows_and_calls_are_independent():
+    torch.manual_seed(0)
+    drop = FastDropout(0.5)
+    first, second = (drop(torch.ones(512, 512)) != 0 for _ in range(2))
+    pairs = (
+        (first, second),
+        (first[:, 1:], first[:, :-1]),  # two bytes of one number
+        (first[:, 8:], first[:, :-8]),  # the same byte of two numbers
+        (first[1:], first[:-1]),
+    )
+    for one, other in pairs:
+        assert (one == other).float().mean().item() == pytest.approx(0.5, abs=0.005)
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.floats(0, 0.999))
+def test_dropout_of_any_shape_only_zeroes_and_scales(rows, columns, p):
+    x = torch.arange(1.0, rows * columns + 1).view(columns, rows).T  # not contiguous
+    y = FastDropout(p)(x)
+    scale = 256 / (256 - min(round(256 * p), 255))
+    assert y.shape == x.shape
+    torch.testing.assert_close(y, torch.where(y == 0, 0, x * scale))
+
+
+def test_dropout_is_repeatable_and_absent_in_evaluation():
+    x, drop = torch.randn(100), FastDropout(0.3)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        results.append(drop(x))
+    assert torch.equal(*results)
+    assert drop.eval()(x) is x
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0])
+def test_an_impossible_probability_is_refused(p):
+    with pytest.raises(ValueError, match="from 0, and below 1"):
+        FastDropout(p)
+
+
+def test_all_dropouts_of_a_model_are_replaced():
+    model = torch.nn.Sequential(
+        torch.nn.Dropout(0.2), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
+    ).eval()
+    assert use_fast_dropout(model) == 2
+    assert [m.p for m in model.modules() if isinstance(m, FastDropout)] == [0.2, 0.1]
+    assert not any(module.training for module in model.modules())
+
+
+# ---------------------------------------------------------------- batches
+
+
+@given(st.lists(st.integers(1, 384), min_size=1, max_size=500), st.integers(1, 9))
+def test_grouped_batches_hold_each_sample_once(lengths, size):
+    batches = GroupedBatches(lengths, size, torch.Generator().manual_seed(1))
+    for _ in range(2):
+        epoch = list(batches)
+        assert sorted(index for batch in epoch for index in batch) == list(range(len(lengths)))
+        assert len(epoch) == len(batches)
+        assert {len(batch) for batch in epoch[:-1]} <= {size}
+
+
+def test_grouped_batches_are_of_like_length_in_random_order():
+    torch.manual_seed(0)
+    lengths = torch.randint(20, 384, (2000,))
+    batches = list(GroupedBatches(lengths, 16, torch.Generator().manual_seed(1)))
+    padded = sum(len(batch) * lengths[batch].max().item() for batch in batches)
+    assert padded < 1.1 * lengths.sum().item()
+    longest = torch.tensor([lengths[batch].max().item() for batch in batches])
+    assert (longest.diff() > 0).float().mean().item() == pytest.approx(0.5, abs=0.15)
+
+
+# ---------------------------------------------------------------- question answering
+
+
+def question_outputs(batch, length):
+    torch.manual_seed(0)
+    return torch.randn(batch, length), torch.randn(batch, length)
+
+
+def test_the_loss_is_that_of_transformers_where_nothing_is_padded():
+    start, end = question_outputs(4, 10)
+    outputs = SimpleNamespace(start_logits=start, end_logits=end)
+    positions = torch.tensor([0, 3, 9, 5]), torch.tensor([0, 4, 9, 8])
+    expected = sum(
+        torch.nn.functional.cross_entropy(logits, its)
+        for logits, its in zip((start, end), positions, strict=True)
+    )
+    found = question_loss(outputs, *positions, torch.ones(4, 10))
+    torch.testing.assert_close(found, expected / 2)
+
+
+def test_the_loss_does_not_depend_on_padding():
+    start, end = question_outputs(2, 12)
+    mask = torch.tensor([[1] * 8 + [0] * 4, [1] * 6 + [0] * 6])
+    positions = torch.tensor([2, 5]), torch.tensor([7, 5])
+    losses = [
+        question_loss(
+            SimpleNamespace(start_logits=start[:, :n], end_logits=end[:, :n]),
+            *positions,
+            mask[:, :n],
+        )
+        for n in (8, 12)
+    ]
+    torch.testing.assert_close(*losses)
+
+
+# ---------------------------------------------------------------- whole trainings
+
+
+def losses(task: str, recipe: Recipe, dropout: bool = False) -> list[float]:
+    settings = dataclasses.replace(
+        getattr(profiles.load("laptop"), task), train_samples=32, eval_samples=8, batch_size=8
+    )
+    run = FineTuning(task, settings, dropout=dropout, recipe=recipe)
+    run.train(4)
+    return run.losses
+
+
+def test_pieces_without_random_parts_give_the_same_losses():
+    fused = dataclasses.replace(PLAIN, fused_optimizer=True, attention_dropout=False)
+    assert losses("mrpc", fused) == pytest.approx(losses("mrpc", PLAIN), rel=1e-3)
+
+
+def test_padding_changes_nothing_but_the_speed_for_pairs():
+    assert losses("mrpc", PUBLISHED) == pytest.approx(losses("mrpc", PLAIN), rel=1e-3)
+
+
+def test_the_whole_recipe_trains_with_dropout():
+    found = losses("squad", FAST, dropout=True)
+    assert found[-1] < found[0]
