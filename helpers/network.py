@@ -6,6 +6,7 @@
 
 import argparse
 import os
+import shlex
 import socket
 import statistics
 import subprocess
@@ -116,7 +117,7 @@ def measure(
     def python(node: str, *arguments: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "helpers.network", *arguments]
         process = subprocess.Popen(
-            command if node == "localhost" else [*ssh, node, *command],
+            command if node == "localhost" else [*ssh, node, shlex.join(command)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -7,6 +7,7 @@
 import argparse
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def describe(ranks: int = 1) -> dict:
         "usable": len(machine.usable),
         "variables": {} if crowded else runtime.variables(runtime.settings(machine, ranks)),
         "isa": isa.bf16_tier(isa.cpu_flags()).partition(":")[0],
-        "python": sys.version.split()[0],
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     } | {name: version(name) for name in SAME_EVERYWHERE[1:]}
 
 
@@ -149,7 +150,8 @@ class _Talk:
 
     def __init__(self, host: Host, ssh: Sequence[str], ranks: int):
         self.host = host
-        command = [*ssh, host.name, sys.executable, "-m", "helpers.nodes", "--answer", str(ranks)]
+        answer = shlex.join([sys.executable, "-m", "helpers.nodes", "--answer", str(ranks)])
+        command = [*ssh, host.name, answer]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -326,7 +328,7 @@ def _check_alike(nodes: Mapping[str, dict]) -> None:
             if nodes[name][part] != nodes[first][part]:
                 raise ClusterError(
                     f"{name} has {part} {nodes[name][part]}, {first} has {nodes[first][part]}: "
-                    f"run env/setup.sh on {name} from the same commit"
+                    f"run env/setup.sh on {name} from the same commit (PYTHON=... chooses a Python)"
                 )
 
 
