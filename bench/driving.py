@@ -5,6 +5,7 @@ engines of ``helpers.cluster`` and once under bare mpiexec, taking turns within 
 without using a core while the other one trains.
 """
 
+import os
 import sys
 import threading
 from contextlib import ExitStack
@@ -46,7 +47,15 @@ def bare(path: str, listener: Listener, stack: ExitStack) -> list[Connection]:
         "timeout": LIMIT_SECONDS,
         "variables": {"I_MPI_PIN": "1"} | settings,
     }
-    thread = threading.Thread(target=mpi.run, args=[arguments], kwargs=keywords)
+
+    def run() -> None:
+        try:
+            mpi.run(arguments, **keywords)
+        except mpi.RanksError as error:  # nobody would ever connect
+            print(error, file=sys.stderr)
+            os._exit(1)
+
+    thread = threading.Thread(target=run)
     thread.start()
     stack.callback(thread.join)
     masters = [stack.enter_context(listener.accept()) for _ in range(RANKS)]

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 from helpers import network
 from helpers.ccl.mpi import MPIEXEC, end_session
-from helpers.nodes import ClusterError, Survey, read_hosts, ssh_options, survey
+from helpers.nodes import SSH_OPTIONS, ClusterError, Survey, read_hosts, survey
 from helpers.tables import Table
 
 STOP_SECONDS = 5
@@ -60,11 +60,11 @@ class Cluster:
     ``hosts`` is a hosts file or its lines (``read_hosts``), default this machine;
     ``ranks_per_node`` as many ranks on each. ``variables`` are set for all ranks, over those of
     ``helpers.runtime``. More ranks than cores are refused unless ``oversubscribe``. ``timeout``
-    limits the start, in seconds. ``ssh_config`` is a file for ssh.
+    limits the start, in seconds.
 
     In the block, ``view`` is ipyparallel's view of all engines, numbered by rank, and ``client``
     its client. ``%%px`` works on them. Raises ClusterError; whatever happens, no process is left:
-    also where the notebook's kernel is killed.
+    also where the notebook's kernel is killed, or this object is forgotten.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class Cluster:
         variables: Mapping[str, str] | None = None,
         oversubscribe: bool = False,
         timeout: float = 60,
-        ssh_config: str | Path | None = None,
         say: Callable[[str], None] = print,
     ):
+        if ranks_per_node < 1:
+            raise ClusterError(f"{ranks_per_node} ranks a node: one at least")
         self.hosts = read_hosts(hosts)
         self.ranks_per_node = ranks_per_node
         self.variables = dict(variables or {})
         self.oversubscribe, self.timeout, self.say = oversubscribe, timeout, say
-        self._ssh_options = ssh_options(ssh_config)
         self.client = self.view = None
         self.places: list[dict] = []
-        self._cluster = self._watchdog = self._folder = None
+        self._cluster = self._watchdog = self._lifeline = self._folder = None
 
     @property
     def world_size(self) -> int:
@@ -101,9 +101,14 @@ class Cluster:
 
         A row for each rank with its calls, from the innermost to the cell's line; "idle" for one
         that waits for a cell, and "no answer" for one that doesn't tell within 3 seconds.
+        Raises ClusterError where there are no ranks any more.
         """
+        if not self.client:
+            raise ClusterError("the cluster is not started")
+        if not self.client.ids:
+            raise ClusterError(f"the ranks have ended. {self._log()}")
         skip = len(self._output())
-        self.client.send_signal(signal.SIGUSR1, block=True)
+        self.client.send_signal(signal.SIGUSR1, block=False)
         frames: dict[int, list[str]] = {}
         deadline = time.monotonic() + STACK_SECONDS
         while time.monotonic() < deadline and len(frames) < self.world_size:
@@ -134,7 +139,7 @@ class Cluster:
                     f"{host.name} has {host.slots} slots in the hosts file, and "
                     f"{self.ranks_per_node} ranks a node were asked for"
                 )
-        found = survey(self.hosts, self.ranks_per_node, self._ssh_options)
+        found = survey(self.hosts, self.ranks_per_node)
         crowded = found.crowded(self.ranks_per_node)
         if crowded and not self.oversubscribe:
             raise ClusterError(
@@ -147,9 +152,9 @@ class Cluster:
         if self._remote:
             made |= {
                 "I_MPI_HYDRA_BOOTSTRAP": "ssh",
-                "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": " ".join(self._ssh_options),
+                "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": " ".join(SSH_OPTIONS),
                 "I_MPI_HYDRA_IFACE": network.interface_of(found.address),
-                "FI_PROVIDER": "tcp",
+                "FI_PROVIDER": os.environ.get("FI_PROVIDER", "tcp"),
             }
         # c10d warns, again and again, where nobody knows the nodes' names
         made |= {"I_MPI_ROOT": sys.prefix, "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -164,6 +169,7 @@ class Cluster:
         from ipyparallel.cluster.launcher import MPIEngineSetLauncher
 
         began = time.monotonic()
+        deadline = began + self.timeout
         found = self._survey()
         self._folder = tempfile.TemporaryDirectory(prefix="cluster-")
         machines = Path(self._folder.name, "hosts")
@@ -189,12 +195,19 @@ class Cluster:
             shutdown_atexit=False,
             log_level=40,
         )
-        self._cluster.start_controller_sync()
-        self._cluster.start_engines_sync()
         self._watch()
-        self.client = self._cluster.connect_client_sync()
-        self._wait(began + self.timeout)
-        self._check_ranks()
+        try:
+            self._cluster.start_controller_sync()
+            self._tell_watchdog()
+            self._cluster.start_engines_sync()
+            self._tell_watchdog()
+            self.client = self._cluster.connect_client_sync()
+        except Exception as error:
+            raise ClusterError(
+                f"the controller at {found.address} did not start: {error}"
+            ) from error
+        self._wait(deadline)
+        self._check_ranks(deadline)
         self.say(
             f"[cluster] {self.world_size} ranks on {', '.join(host.name for host in self.hosts)}; "
             f"controller at {found.address}; ready in {time.monotonic() - began:.0f} s"
@@ -214,14 +227,21 @@ class Cluster:
                     )
                 time.sleep(0.1)
 
-    def _check_ranks(self) -> None:
+    def _check_ranks(self, deadline: float) -> None:
         """Asks each engine who it is. Its number has to be its rank: %%px prints that number.
 
         An engine asks the controller for its rank as a number. It may get another: then all
         labels would lie.
         """
         numbers = list(self.client.ids)
-        self.places = self.client.direct_view(numbers, block=True).apply_sync(_place)
+        asked = self.client.direct_view(numbers).apply_async(_place)
+        asked.wait(max(1, deadline - time.monotonic()))
+        if not asked.ready():
+            raise ClusterError(
+                f"all ranks came, {asked.progress} of {self.world_size} answered, and "
+                f"{self.timeout:.0f} s are over. {self._log()}"
+            )
+        self.places = asked.get()
         for number, place in zip(numbers, self.places, strict=True):
             if place["world_size"] != self.world_size:
                 raise ClusterError(
@@ -252,41 +272,70 @@ class Cluster:
         return Path(self._engines().output_file).read_text(errors="replace")
 
     def _log(self, lines: int = 20) -> str:
-        """Which ranks said nothing, and the end of what all said."""
-        output = self._output()
-        tail = "\n".join(output.strip().splitlines()[-lines:])
-        silent = [rank for rank in range(self.world_size) if f"[{rank}]" not in output]
-        if not silent:
-            return f"The end of their log:\n{tail}"
-        nodes = sorted({self.hosts[rank // self.ranks_per_node].name for rank in silent})
-        return f"Ranks {silent} on {', '.join(nodes)} said nothing. The end of the log:\n{tail}"
+        """Which ranks are missing, and the last lines of their log, else of all."""
+        output = self._output().strip().splitlines()
+        there = set(self.client.ids) if self.client else set()
+        missing = sorted(set(range(self.world_size)) - there)
+        nodes = sorted({self.hosts[rank // self.ranks_per_node].name for rank in missing})
+        theirs = [line for line in output if line.startswith(tuple(f"[{r}]" for r in missing))]
+        tail = "\n".join((theirs or output)[-lines:])
+        who = f"Missing: ranks {missing} on {', '.join(nodes)}" if missing else "None is missing"
+        return f"{who}. The end of the log:\n{tail}"
 
     # ---- end
 
     def _sessions(self) -> list[int]:
         launchers = [self._cluster.controller, self._engines()] if self._cluster else []
-        return [launcher.pid for launcher in launchers if getattr(launcher, "pid", None)]
+        # a launcher that has not started says -1
+        return [launcher.pid for launcher in launchers if getattr(launcher, "pid", -1) > 0]
 
     def _watch(self) -> None:
         """A process that ends the ranks where this one is killed: it notices by a broken pipe.
 
         It also removes the folders that engines made, on all nodes.
         """
-        sessions = " ".join(map(str, reversed(self._sessions())))
-        remove = shlex.join(["rm", "-rf", self._folder.name])
-        ssh = shlex.join(["timeout", str(STOP_SECONDS - 1), "ssh", "-n", *self._ssh_options])
+        folder = self._folder.name
+        remove = shlex.join(["rm", "-rf", folder])
+        ssh = shlex.join(["timeout", str(STOP_SECONDS - 1), "ssh", "-n", *SSH_OPTIONS])
         script = (
-            f"trap '' INT; read -r done || {{ kill {sessions}; sleep 3; "
-            f"for s in {sessions}; do pkill -KILL -s $s; done; }}; {remove}; "
+            "trap '' INT; sessions=; "
+            'while read -r word && [ "$word" != done ]; do sessions="$word $sessions"; done; '
+            'if [ "$word" != done ]; then kill $sessions; sleep 3; '
+            f"for file in $(grep -lzs '^IPP_PROFILE_DIR={folder}' /proc/[0-9]*/environ); do "
+            "pid=${file#/proc/}; kill -KILL ${pid%/environ}; done; fi; "
+            f"{remove}; "
             + "".join(f"{ssh} {shlex.quote(name)} {remove} & " for name in self._remote)
             + "wait"
         )
-        self._watchdog = subprocess.Popen(
-            ["bash", "-c", script], stdin=subprocess.PIPE, start_new_session=True
-        )
+        # a pipe of our own: that of a Popen stays open when the Popen is forgotten
+        reading, writing = os.pipe()
+        with open(reading) as lifeline:
+            self._watchdog = subprocess.Popen(
+                ["bash", "-c", script],
+                stdin=lifeline,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._lifeline = open(writing, "w", buffering=1)  # noqa: SIM115
+
+    def _tell_watchdog(self) -> None:
+        print(self._sessions()[-1], file=self._lifeline)
 
     def stop(self) -> None:
         """Ends all ranks and what belongs to them; harmless where there are none."""
+        try:
+            self._end_ranks()
+        finally:
+            if self._watchdog:
+                self._lifeline.write("done\n")
+                self._lifeline.close()
+                self._watchdog.wait(2 * STOP_SECONDS)
+            if self._folder:
+                self._folder.cleanup()
+            self._cluster = self._watchdog = self._lifeline = self._folder = None
+            self.client = self.view = None
+
+    def _end_ranks(self) -> None:
         import psutil
 
         sessions, nannies = self._sessions(), []
@@ -301,14 +350,11 @@ class Cluster:
         for left in psutil.wait_procs(nannies, timeout=STOP_SECONDS)[1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
-        if self._watchdog:
-            self._watchdog.communicate(b"done\n", timeout=2 * STOP_SECONDS)
-        if self._folder:
-            self._folder.cleanup()
-        self._cluster = self._watchdog = self._folder = self.client = self.view = None
 
     def start(self) -> "Cluster":
         """Starts the ranks, for a notebook whose cells share them; ``stop`` ends them."""
+        if self._cluster:
+            raise ClusterError("this cluster is started already: stop() it first")
         try:
             self._start()
         except BaseException:

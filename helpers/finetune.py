@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import sys
 import warnings
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -402,7 +403,9 @@ def main() -> None:
     options = parser.parse_args()
     settings = getattr(profiles.load(options.profile), options.task)
     if is_launched():
-        ccl.init(options.backend, datetime.timedelta(minutes=30))  # a download may take long
+        ccl.init(options.backend, datetime.timedelta(minutes=10))  # a download may take long
+        if not Ranks.of().agree(repr(options)):
+            sys.exit(f"the ranks were started with different arguments; here: {options}")
     recipe = RECIPES[options.recipe]
     run = FineTuning(options.task, settings, options.precision, options.seed, recipe=recipe)
     first = run.ranks.rank == 0

@@ -8,6 +8,8 @@ The notebook that teaches it: ``05_a_cluster``.
 
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[1] / "env/lab/nodes"
@@ -42,11 +44,6 @@ class Lab:
         """The hosts file."""
         return self._folder / "hosts"
 
-    @property
-    def ssh_config(self) -> Path:
-        """The file for ``ssh -F``; plain ``ssh node1`` finds it by itself."""
-        return self._folder / "ssh_config"
-
     def _run(self, *arguments: str) -> str:
         try:
             ran = subprocess.run(
@@ -65,7 +62,10 @@ class Lab:
         return ran.stdout
 
     def up(self) -> str:
-        """Makes the nodes; where they are up already, does nothing. Returns what was said."""
+        """Makes the nodes; where these or more are up already, does nothing. Returns what was said.
+
+        Raises LabError where fewer are up: somebody may be using them.
+        """
         said = self._run("up", str(len(self.nodes)))
         self.made = self.made or "already" not in said
         return said
@@ -75,12 +75,19 @@ class Lab:
         self.made = False
         return self._run("down")
 
-    def rate(self, speed: str, delay: str = "", loss: str = "") -> None:
-        """Shapes each link, both ways: "1gbit", "none", and delay ("1ms") and loss ("0.1%").
+    @contextmanager
+    def rate(self, speed: str, delay: str = "", loss: str = "") -> Iterator[None]:
+        """Shapes each link, both ways, for a block: "1gbit", and delay ("1ms"), loss ("0.1%").
 
         Raises NoLab for delay and loss where the kernel has no netem.
         """
+        record = self._folder / "rate"
+        before = record.read_text().split() if record.exists() else ["none"]
         self._run("rate", speed, *filter(None, (delay, loss)))
+        try:
+            yield
+        finally:
+            self._run("rate", *before)
 
     def status(self) -> str:
         """The nodes, their links and traffic, as a text."""

@@ -27,6 +27,7 @@ SAME_EVERYWHERE = ("python", "torch", "ipyparallel", "mpi4py")
 SSH_SECONDS = 5
 PROBE_SECONDS = 25
 CONNECT_SECONDS = 3
+SSH_OPTIONS = (f"-oConnectTimeout={SSH_SECONDS}", "-oBatchMode=yes")  # never asks, gives up soon
 # what ssh says -> what it means, and the mend
 SSH_ERRORS = {
     "HOST IDENTIFICATION HAS CHANGED": (
@@ -80,7 +81,8 @@ def read_hosts(source: str | Path | Sequence[str] | None) -> tuple[Host, ...]:
         if not text:
             continue
         name, colon, slots = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
-        if len(text.split()) > 1 or not name or (colon and not (slots.isdecimal() and int(slots))):
+        odd = len(text.split()) > 1 or not name or name.startswith("-")
+        if odd or (colon and not (slots.isdecimal() and int(slots))):
             raise ClusterError(
                 f"{where}, line {number}: {text!r} is not 'name' or 'name:slots' (slots above 0)"
             )
@@ -92,12 +94,6 @@ def read_hosts(source: str | Path | Sequence[str] | None) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def ssh_options(config: str | Path | None = None) -> list[str]:
-    """Options for ssh that never asks and gives up in seconds; ``config`` is a file for it."""
-    options = [f"-oConnectTimeout={SSH_SECONDS}", "-oBatchMode=yes"]
-    return (["-F", str(config)] if config else []) + options
-
-
 def describe(ranks: int = 1) -> dict:
     """This machine and its stack, and the variables for so many ranks ({}: too few cores)."""
     from helpers import isa
@@ -107,6 +103,7 @@ def describe(ranks: int = 1) -> dict:
     return {
         "host": socket.gethostname(),
         "machine": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "network": os.readlink("/proc/self/ns/net"),
         "usable": len(machine.usable),
         "variables": {} if crowded else runtime.variables(runtime.settings(machine, ranks)),
         "isa": isa.bf16_tier(isa.cpu_flags()).partition(":")[0],
@@ -169,13 +166,15 @@ class _Talk:
 
     def _line(self) -> dict:
         for line in self._process.stdout:
-            if line.startswith("{"):  # a login script may greet
+            if line.startswith('{"') or line == "{}\n":  # a login script may greet
                 return json.loads(line)
-        raise ClusterError(self._failure())
+        raise ClusterError(self.failure())
 
-    def _failure(self) -> str:
+    def failure(self) -> str:
+        """What went wrong with this node, and the mend."""
         if self._late:
             return f"{self.host.name}: no answer within {PROBE_SECONDS} s over ssh"
+        self._process.kill()  # else its stderr might not end
         told = self._process.stderr.read().strip()
         for words, (cause, mend) in SSH_ERRORS.items():
             if words in told:
@@ -221,6 +220,8 @@ def _each(pool: ThreadPoolExecutor, function: Callable, talks: Sequence[_Talk]) 
             return function(talk)
         except ClusterError as error:
             return error
+        except (OSError, ValueError):  # it left, or said something else
+            return ClusterError(talk.failure())
 
     results = list(pool.map(attempt, talks))
     faults = [str(result) for result in results if isinstance(result, ClusterError)]
@@ -281,14 +282,14 @@ class Survey:
         }
 
 
-def survey(hosts: Sequence[Host], ranks_per_node: int = 1, ssh: Sequence[str] = ()) -> Survey:
+def survey(hosts: Sequence[Host], ranks_per_node: int = 1) -> Survey:
     """Asks all nodes at once what they are, and whether they reach each other and the master.
 
-    ``ssh`` are options for ssh (default ``ssh_options()``). Raises ClusterError, with the name of
-    the node, the cause and the mend: for nodes that can't be reached or want a password, for
-    another Python, torch, ipyparallel or mpi4py there, and for closed ports, within 30 s.
+    Raises ClusterError, with the name of the node, the cause and the mend: for nodes that can't be
+    reached, want a password or stand there under two names, for another Python, torch, ipyparallel
+    or mpi4py there, and for closed ports, within 30 s.
     """
-    command = ["ssh", *(ssh or ssh_options())]
+    command = ["ssh", *SSH_OPTIONS]
     local = {host.name: describe(ranks_per_node) for host in hosts if host.is_local}
     remote = [host for host in hosts if not host.is_local]
     address = "127.0.0.1"
@@ -300,6 +301,7 @@ def survey(hosts: Sequence[Host], ranks_per_node: int = 1, ssh: Sequence[str] = 
         )
         nodes = {host.name: (local | found)[host.name] for host in hosts}
         _check_alike(nodes)
+        _check_different(nodes)
         if remote:
             address = found[remote[0].name]["master"]
             try:
@@ -332,12 +334,20 @@ def _check_alike(nodes: Mapping[str, dict]) -> None:
                 )
 
 
+def _check_different(nodes: Mapping[str, dict]) -> None:
+    seen: dict[tuple, str] = {}
+    for name, node in nodes.items():
+        other = seen.setdefault((node["machine"], node["network"]), name)
+        if other != name:
+            raise ClusterError(f"{other} and {name} are the same node: remove one of them")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m helpers.nodes", description=__doc__)
     parser.add_argument("hosts", nargs="?", help="a hosts file")
     parser.add_argument("--answer", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.answer:
+    if options.answer is not None:
         # the master may be gone
         limit = threading.Timer(PROBE_SECONDS, os._exit, [1])
         limit.daemon = True

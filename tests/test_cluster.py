@@ -1,5 +1,7 @@
 """The cluster of MPI ranks: started, checked, broken and gone, on this machine."""
 
+import functools
+import gc
 import json
 import os
 import signal
@@ -76,6 +78,7 @@ def test_hosts_file(tmp_path):
         (["node2:0"], "slots above 0"),
         ([":2"], "line 1"),
         (["a", "b", "a"], "line 3: a stands there twice"),
+        (["-oProxyCommand=x"], "line 1: '-oProxyCommand=x' is not"),
         (["# nothing"], "no hosts"),
     ],
 )
@@ -156,6 +159,73 @@ def test_without_mpiexec_the_mend_is_told(monkeypatch):
 
 
 @needs_mpi
+@pytest.mark.parametrize("script", ["echo '{ welcome }'", "echo '{\"host\": 1'"])
+def test_a_node_that_says_something_else_is_named(tmp_path, monkeypatch, script):
+    fake_ssh(tmp_path, monkeypatch, script)
+    with pytest.raises(ClusterError, match="node1: ssh .* failed"):
+        Cluster(["node1"], 1).start()
+
+
+def test_less_than_one_rank_is_refused():
+    with pytest.raises(ClusterError, match="0 ranks a node: one at least"):
+        Cluster(None, 0)
+
+
+@needs_mpi
+@pytest.mark.parametrize("seconds", [1.5, 3.0])
+def test_an_interrupt_during_the_start_leaves_nothing(seconds):
+    before, folders = ours(), set(Path(tempfile.gettempdir()).glob("cluster-*"))
+    code = (
+        "import signal\n"
+        "from helpers.cluster import Cluster\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "print('go', flush=True)\n"
+        "Cluster(None, 1).start()"
+    )
+    notebook = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert notebook.stdout.readline() == b"go\n"
+    time.sleep(seconds)
+    notebook.send_signal(signal.SIGINT)
+    errors = notebook.communicate(timeout=30)[1].decode()
+    assert "KeyboardInterrupt" in errors
+    assert gone_within(before, 10) == set()
+    assert set(Path(tempfile.gettempdir()).glob("cluster-*")) <= folders
+
+
+@needs_mpi
+def test_ranks_that_never_answer_are_given_up(monkeypatch):
+    before = ours()
+    monkeypatch.setattr(cluster, "_place", functools.partial(time.sleep, 600))
+    with pytest.raises(ClusterError, match="all ranks came, 0 of 1 answered, and 12 s are over"):
+        Cluster(None, 1, timeout=12).start()
+    assert gone_within(before, 5) == set()
+
+
+@needs_mpi
+def test_a_controller_that_can_not_start_is_told(monkeypatch):
+    found = nodes.Survey({"localhost": nodes.describe()}, "192.0.2.1")  # not an address of ours
+    monkeypatch.setattr(cluster, "survey", lambda *_: found)
+    before = ours()
+    with pytest.raises(ClusterError, match=r"the controller at 192\.0\.2\.1 did not start"):
+        Cluster(None, 1).start()
+    assert gone_within(before, 5) == set()
+
+
+@needs_mpi
+def test_a_cluster_that_is_forgotten_ends():
+    before = ours()
+    forgotten = Cluster(None, 1).start()
+    with pytest.raises(ClusterError, match="started already"):
+        forgotten.start()
+    assert ours() - before
+    del forgotten
+    gc.collect()
+    assert gone_within(before, 10) == set()
+
+
+@needs_mpi
 def test_engines_that_die_at_start_are_told_with_their_log():
     before = ours()
     with (
@@ -225,6 +295,8 @@ def test_the_stacks_tell_who_waits_where(pair):
     pair.client.send_signal(signal.SIGINT, block=True)
     waiting.wait(10)
     assert where == ["cell:3", "idle"]
+    with pytest.raises(ClusterError, match="not started"):
+        Cluster().stacks()
 
 
 def test_output_is_keyed_by_rank(pair, capsys):

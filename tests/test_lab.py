@@ -102,12 +102,9 @@ def test_the_status_tells_which_node_fails(lab):
 
 @pytest.mark.parametrize(("speed", "bits"), [("1gbit", 1e9), ("100mbit", 1e8)])
 def test_a_link_gives_the_speed_it_was_set_to(lab, speed, bits):
-    lab.rate(speed)
-    try:
+    with lab.rate(speed):
         between = network.measure("test1", "test2", 0.5)
         downwards = network.measure("localhost", "test3", 0.5)
-    finally:
-        lab.rate("none")
     # the bucket lets the first milliseconds through: not a timing of this machine
     for link in (between, downwards):
         assert 0.5 * bits < 8 * link.bandwidth < 1.3 * bits
@@ -125,14 +122,13 @@ def test_traffic_is_counted_for_both_ends(lab):
 
 def test_delay_works_or_is_refused_with_the_reason(lab):
     try:
-        lab.rate("1gbit", "5ms")
+        with lab.rate("1gbit", "5ms"):
+            latency = network.measure("test1", "test2", 0.2).latency
     except NoLab as reason:
         assert "no netem" in str(reason)
         assert "test-try" not in run("ip", "netns", "list")
     else:
-        assert network.measure("test1", "test2", 0.2).latency > 4e-3
-    finally:
-        lab.rate("none")
+        assert latency > 4e-3
 
 
 @pytest.mark.parametrize("words", [("up", "none"), ("up", "0"), ("rate", "fast"), ("rate", "")])
@@ -157,7 +153,7 @@ def test_nothing_is_left_of_a_lab(lab):
         return (
             run("ip", "-o", "link"),
             run("ip", "netns", "list"),
-            sorted(path for path in Path("/run").glob("course-*") if path.is_dir()),
+            sorted(Path("/run").glob("course-*")),
             sorted(Path("/etc/ssh/ssh_config.d").glob("*")),
             sorted(Path("/etc/netns").glob("*")),
             run("pgrep", "-fc", "sshd -D -f /run"),
@@ -169,6 +165,31 @@ def test_nothing_is_left_of_a_lab(lab):
         assert ssh("gone2", "hostname") == "gone2"
     assert traces() == before
     assert "no nodes" in other.down()
+
+
+def test_what_others_made_is_left_alone(lab):
+    run("ip", "netns", "add", "other1")
+    try:
+        with pytest.raises(LabError, match="a network called other1, and it is not the lab's"):
+            Lab(2, "other", "10.79.0").up()
+        Lab(2, "other", "10.79.0").down()
+        assert "other1" in run("ip", "netns", "list")
+    finally:
+        run("ip", "netns", "del", "other1")
+
+
+def test_a_smaller_lab_is_part_of_a_larger_one_and_a_larger_one_is_refused(lab):
+    with Lab(2, PREFIX, NET) as part:
+        assert ssh(part.nodes[1], "hostname") == "test2"
+    assert ssh("test3", "hostname") == "test3"  # leaving the block has removed nothing
+    with pytest.raises(LabError, match="3 nodes are up, and may be in use"):
+        Lab(4, PREFIX, NET).up()
+
+
+def test_a_half_made_lab_is_made_again(lab):
+    (lab.hosts.parent / "ready").unlink()
+    assert "already" not in lab.up()
+    assert ssh("test3", "hostname") == "test3"
 
 
 def test_without_root_the_reason_is_told(tmp_path):
@@ -335,6 +356,11 @@ def test_a_changed_host_key(lab, state):
     lines[1] = lines[1].replace(keys[1], keys[0])
     (state / "known_hosts").write_text("\n".join(lines) + "\n")
     refused(["test1", "test2"], "test2: its host key has changed.*ssh-keygen -R test2")
+
+
+@needs_mpi
+def test_one_node_under_two_names(lab):
+    refused(["test1", f"{NET}.11"], rf"test1 and {NET}\.11 are the same node: remove one")
 
 
 @needs_mpi
