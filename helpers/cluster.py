@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 from helpers import network
 from helpers.ccl.mpi import MPIEXEC, end_session
-from helpers.nodes import SSH_OPTIONS, ClusterError, Survey, read_hosts, survey
+from helpers.nodes import SPACE, SSH_OPTIONS, ClusterError, Survey, read_hosts, survey
 from helpers.tables import Table
 
 STOP_SECONDS = 5
@@ -133,6 +133,8 @@ class Cluster:
     def _survey(self) -> Survey:
         if not MPIEXEC.exists():
             raise ClusterError(f"no {MPIEXEC}: run env/setup.sh, or 'pip install impi-rt'")
+        if self._remote and " " in sys.prefix:
+            raise ClusterError(SPACE.format(sys.prefix))
         for host in self.hosts:
             if host.slots is not None and host.slots < self.ranks_per_node:
                 raise ClusterError(

@@ -8,9 +8,12 @@ The notebook that teaches it: ``05_a_cluster``.
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from helpers.nodes import SPACE
 
 SCRIPT = Path(__file__).resolve().parents[1] / "env/lab/nodes"
 LIMIT_SECONDS = 180  # the first time, it may install sshd
@@ -66,6 +69,8 @@ class Lab:
 
         Raises LabError where fewer are up: somebody may be using them.
         """
+        if " " in sys.prefix:
+            raise NoLab(SPACE.format(sys.prefix))
         said = self._run("up", str(len(self.nodes)))
         self.made = self.made or "already" not in said
         return said

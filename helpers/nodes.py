@@ -28,6 +28,10 @@ SSH_SECONDS = 5
 PROBE_SECONDS = 25
 CONNECT_SECONDS = 3
 SSH_OPTIONS = (f"-oConnectTimeout={SSH_SECONDS}", "-oBatchMode=yes")  # never asks, gives up soon
+SPACE = (
+    "mpiexec can't start ranks on other nodes from a path with a space in it ({}): "
+    "move the course to another path"
+)
 # what ssh says -> what it means, and the mend
 SSH_ERRORS = {
     "HOST IDENTIFICATION HAS CHANGED": (

@@ -18,6 +18,7 @@ import pytest
 from helpers import cluster, nodes, runtime
 from helpers.ccl import mpi
 from helpers.cluster import Cluster, ClusterError
+from helpers.lab import Lab, NoLab
 from helpers.nodes import Host, read_hosts
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +55,8 @@ def gone_within(before: set[int], seconds: float) -> set[int]:
 
 
 def fake_ssh(folder, monkeypatch, script: str) -> None:
+    if " " in sys.prefix:
+        pytest.skip("a path with a space is refused before ssh is asked")
     (folder / "ssh").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -164,6 +167,15 @@ def test_a_node_that_says_something_else_is_named(tmp_path, monkeypatch, script)
     fake_ssh(tmp_path, monkeypatch, script)
     with pytest.raises(ClusterError, match="node1: ssh .* failed"):
         Cluster(["node1"], 1).start()
+
+
+@needs_mpi
+def test_a_path_that_mpiexec_can_not_carry_to_other_nodes_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "prefix", "/home/me/my course/.venv")
+    with pytest.raises(ClusterError, match="path with a space.*my course.*move the course"):
+        Cluster(["node1"], 1).start()
+    with pytest.raises(NoLab, match="path with a space"):
+        Lab(1).up()
 
 
 def test_less_than_one_rank_is_refused():

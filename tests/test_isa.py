@@ -193,7 +193,7 @@ def test_unreadable_lines_are_counted_and_told(broken):
 def test_any_output_survives_without_the_log(texts):
     own = [word for text in texts for word in text.splitlines() if "onednn_verbose" not in word]
     mixed = [part for word in own for part in (line("k:a"), word)]
-    found = parse_verbose("\n".join(mixed))
+    found = parse_verbose("\n".join(mixed) + "\n")
     assert found.output == "\n".join(own)
     assert sum(kernel.calls for kernel in found.kernels) == len(own)
 
