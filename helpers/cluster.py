@@ -25,7 +25,8 @@ from tqdm.auto import tqdm
 
 from helpers import network
 from helpers.ccl.mpi import MPIEXEC, end_session
-from helpers.nodes import SPACE, SSH_OPTIONS, ClusterError, Survey, read_hosts, survey
+from helpers.network import SSH_OPTIONS
+from helpers.nodes import SPACE, ClusterError, Survey, read_hosts, survey
 from helpers.tables import Table
 
 STOP_SECONDS = 5
@@ -49,7 +50,7 @@ def _place() -> dict:
         "local_rank": int(os.environ.get("MPI_LOCALRANKID", 0)),
         "cores": sorted(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "nic": network.interface_of(network.address_towards(location)),
+        "nic": network.interface_towards(location),
         "pid": os.getpid(),
     }
 

@@ -17,7 +17,7 @@ def choose_interface() -> None:
     """Sends MPI's, oneCCL's and gloo's traffic where the controller is, unless told otherwise."""
     controller = json.loads(os.environ["IPP_CONNECTION_INFO"])["location"]
     if controller != "127.0.0.1":
-        interface = network.interface_of(network.address_towards(controller))
+        interface = network.interface_towards(controller)
         for name in INTERFACE_VARIABLES:
             os.environ.setdefault(name, interface)
 

@@ -30,20 +30,19 @@ from helpers.distributed import Ranks, Shares, digest
 from helpers.metrics import Paraphrase, QuestionAnswering
 from helpers.profiles import Task
 from helpers.recipe import (
-    FAST,
     PLAIN,
-    PUBLISHED,
+    RECIPES,
     GroupedBatches,
     Recipe,
     question_loss,
     use_fast_dropout,
+    without_attention_dropout,
 )
 from helpers.timing import Comparison, Stopwatch, Throughput
 from helpers.workers import Worker
 
 PRECISIONS = ("fp32", "bf16", "ipex-bf16")
 SENTENCES = {"mrpc": ("sentence1", "sentence2"), "qqp": ("question1", "question2")}
-RECIPES = {"published": PUBLISHED, "plain": PLAIN, "fast": FAST}
 MAX_GRADIENT_NORM = 1.0
 EVALUATION_BATCH = 64
 
@@ -118,13 +117,6 @@ def without_dropout(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-
-
-def without_attention_dropout(model: torch.nn.Module) -> None:
-    """Switches off the dropout of attention weights, which fused attention does not know."""
-    for module in model.modules():
-        if hasattr(module, "dropout_prob"):
-            module.dropout_prob = 0.0
 
 
 class FineTuning:

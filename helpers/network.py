@@ -1,4 +1,4 @@
-"""What a link between two nodes gives, measured: bandwidth and latency of one TCP connection.
+"""Addresses, interfaces and ssh of a node, and what a link between two nodes gives.
 
 ``python -m helpers.network node1 node2`` measures and prints it. The notebook that uses it:
 ``05_a_cluster``.
@@ -13,9 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+# never asks, gives up soon
+SSH_OPTIONS = ("-oConnectTimeout=5", "-oBatchMode=yes")
 PINGS = 200
 LIMIT_SECONDS = 30
 
@@ -33,6 +35,19 @@ class Link:
 
     def __str__(self):
         return f"{8 * self.bandwidth / 1e9:.2f} Gbit/s, {1e6 * self.latency:.0f} µs"
+
+
+def machine() -> tuple[str, str]:
+    """Boot id and network namespace: they tell machines apart, and the nodes that one plays."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot, os.readlink("/proc/self/ns/net")
+
+
+def exit_after(seconds: float) -> None:
+    """Ends this process then, whatever it waits for: its peer may be silent for ever."""
+    limit = threading.Timer(seconds, os._exit, [1])
+    limit.daemon = True
+    limit.start()
 
 
 def own_address() -> str:
@@ -58,6 +73,11 @@ def interface_of(address: str) -> str:
     raise OSError(f"no interface has the address {address}")
 
 
+def interface_towards(host: str) -> str:
+    """The name of the interface that leads to a host, or raises OSError."""
+    return interface_of(address_towards(host))
+
+
 def address_of(interface: str) -> str:
     """The IPv4 address of a network interface of this machine, or raises OSError."""
     import psutil
@@ -68,10 +88,16 @@ def address_of(interface: str) -> str:
     raise OSError(f"there is no interface {interface} with an IPv4 address")
 
 
+def listen(address: str) -> socket.socket:
+    """A server on a free port of one of this machine's addresses. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=512)
+
+
 def _receive() -> None:
-    with socket.create_server((own_address(), 0)) as server:
+    with listen(own_address()) as server:
         server.settimeout(LIMIT_SECONDS)
-        print(*server.getsockname(), flush=True)
+        print(*server.getsockname()[:2], flush=True)
         peer, _ = server.accept()
     with peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -100,12 +126,7 @@ def _send(address: str, port: int, seconds: float) -> None:
     print(statistics.median(times), flush=True)
 
 
-def measure(
-    source: str,
-    target: str,
-    seconds: float = 1.0,
-    ssh: Sequence[str] = ("ssh", "-oBatchMode=yes", "-oConnectTimeout=5"),
-) -> Link:
+def measure(source: str, target: str, seconds: float = 1.0) -> Link:
     """Sends from one node to another, for so many seconds, and says what the link gave.
 
     Nodes are names that ``ssh`` knows, or "localhost". Raises NetworkError where one can't be
@@ -117,7 +138,7 @@ def measure(
     def python(node: str, *arguments: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "helpers.network", *arguments]
         process = subprocess.Popen(
-            command if node == "localhost" else [*ssh, node, shlex.join(command)],
+            command if node == "localhost" else ["ssh", *SSH_OPTIONS, node, shlex.join(command)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -161,10 +182,7 @@ def main() -> None:
     parser.add_argument("--send", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.receive or options.send:
-        # a peer that is silent for ever must not keep this process
-        limit = threading.Timer(LIMIT_SECONDS, os._exit, [1])
-        limit.daemon = True
-        limit.start()
+        exit_after(LIMIT_SECONDS)
     if options.receive:
         _receive()
     elif options.send:

@@ -24,10 +24,8 @@ from helpers import network, runtime
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 SAME_EVERYWHERE = ("python", "torch", "ipyparallel", "mpi4py")
-SSH_SECONDS = 5
 PROBE_SECONDS = 25
 CONNECT_SECONDS = 3
-SSH_OPTIONS = (f"-oConnectTimeout={SSH_SECONDS}", "-oBatchMode=yes")  # never asks, gives up soon
 SPACE = (
     "mpiexec can't start ranks on other nodes from a path with a space in it ({}): "
     "move the course to another path"
@@ -98,21 +96,28 @@ def read_hosts(source: str | Path | Sequence[str] | None) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def describe(ranks: int = 1) -> dict:
-    """This machine and its stack, and the variables for so many ranks ({}: too few cores)."""
+def describe() -> dict:
+    """This node's name, instructions and stack."""
     from helpers import isa
 
-    machine = runtime.hardware()
-    crowded = ranks > len(machine.usable)
     return {
         "host": socket.gethostname(),
-        "machine": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "network": os.readlink("/proc/self/ns/net"),
-        "usable": len(machine.usable),
-        "variables": {} if crowded else runtime.variables(runtime.settings(machine, ranks)),
         "isa": isa.bf16_tier(isa.cpu_flags()).partition(":")[0],
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     } | {name: version(name) for name in SAME_EVERYWHERE[1:]}
+
+
+def capacity(ranks: int) -> dict:
+    """Which machine this is, its cores, and the variables for so many ranks ({}: too few cores)."""
+    hardware = runtime.hardware()
+    crowded = ranks > len(hardware.usable)
+    machine, namespace = network.machine()
+    return {
+        "machine": machine,
+        "network": namespace,
+        "usable": len(hardware.usable),
+        "variables": {} if crowded else runtime.variables(runtime.settings(hardware, ranks)),
+    }
 
 
 def _unreachable(addresses: Mapping[str, Sequence]) -> dict[str, str]:
@@ -130,17 +135,12 @@ def _unreachable(addresses: Mapping[str, Sequence]) -> dict[str, str]:
         return {name: why for name, why in zip(addresses, problems, strict=True) if why}
 
 
-def _listen(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=512)
-
-
 def _answer(ranks: int) -> None:
     """A node's half of a survey: says what it is, then tries to reach all others."""
     master = os.environ["SSH_CONNECTION"].split()[0]
-    with _listen(network.own_address()) as server:
-        address = server.getsockname()[:2]
-        print(json.dumps(describe(ranks) | {"address": address, "master": master}), flush=True)
+    with network.listen(network.own_address()) as server:
+        place = {"address": server.getsockname()[:2], "master": master}
+        print(json.dumps(describe() | capacity(ranks) | place), flush=True)
         if others := sys.stdin.readline():
             print(json.dumps(_unreachable(json.loads(others))), flush=True)
         sys.stdin.read()  # until the master leaves: others may not have tried yet
@@ -149,12 +149,11 @@ def _answer(ranks: int) -> None:
 class _Talk:
     """The master's half of a survey, with one node, over ssh."""
 
-    def __init__(self, host: Host, ssh: Sequence[str], ranks: int):
+    def __init__(self, host: Host, ranks: int):
         self.host = host
         answer = shlex.join([sys.executable, "-m", "helpers.nodes", "--answer", str(ranks)])
-        command = [*ssh, host.name, answer]
         self._process = subprocess.Popen(
-            command,
+            ["ssh", *network.SSH_OPTIONS, host.name, answer],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -249,26 +248,24 @@ class Survey:
         """Whether several nodes are one machine, as those of ``env/lab`` are."""
         return len({node["machine"] for node in self.nodes.values()}) < len(self.nodes)
 
+    def _shares(self, ranks_per_node: int) -> list[tuple[str, int, int]]:
+        """Each node's name, its machine's cores, and all ranks on that machine."""
+        nodes_of = Counter(node["machine"] for node in self.nodes.values())
+        return [
+            (name, node["usable"], nodes_of[node["machine"]] * ranks_per_node)
+            for name, node in self.nodes.items()
+        ]
+
     def crowded(self, ranks_per_node: int) -> str:
         """Which machine has fewer cores than ranks, as a sentence; "" where there is none."""
-        ranks = Counter()
-        for node in self.nodes.values():
-            ranks[node["machine"]] += ranks_per_node
-        for name, node in self.nodes.items():
-            if node["usable"] < ranks[node["machine"]]:
-                return f"{name} has {node['usable']} cores for {ranks[node['machine']]} ranks"
+        for name, usable, ranks in self._shares(ranks_per_node):
+            if usable < ranks:
+                return f"{name} has {usable} cores for {ranks} ranks"
         return ""
 
     def threads(self, ranks_per_node: int) -> int:
         """Threads a rank that no machine has too few cores for; at least one."""
-        nodes_of = Counter(node["machine"] for node in self.nodes.values())
-        return max(
-            1,
-            min(
-                node["usable"] // (nodes_of[node["machine"]] * ranks_per_node)
-                for node in self.nodes.values()
-            ),
-        )
+        return max(1, min(usable // ranks for _, usable, ranks in self._shares(ranks_per_node)))
 
     def variables(self, ranks_per_node: int) -> dict[str, str]:
         """The variables that suit every rank (``helpers.runtime``).
@@ -293,13 +290,12 @@ def survey(hosts: Sequence[Host], ranks_per_node: int = 1) -> Survey:
     reached, want a password or stand there under two names, for another Python, torch, ipyparallel
     or mpi4py there, and for closed ports, within 30 s.
     """
-    command = ["ssh", *SSH_OPTIONS]
-    local = {host.name: describe(ranks_per_node) for host in hosts if host.is_local}
+    local = {host.name: describe() | capacity(ranks_per_node) for host in hosts if host.is_local}
     remote = [host for host in hosts if not host.is_local]
     address = "127.0.0.1"
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(max(1, len(remote))))
-        talks = [stack.enter_context(_Talk(host, command, ranks_per_node)) for host in remote]
+        talks = [stack.enter_context(_Talk(host, ranks_per_node)) for host in remote]
         found = dict(
             zip((host.name for host in remote), _each(pool, _Talk.found, talks), strict=True)
         )
@@ -309,7 +305,7 @@ def survey(hosts: Sequence[Host], ranks_per_node: int = 1) -> Survey:
         if remote:
             address = found[remote[0].name]["master"]
             try:
-                server = stack.enter_context(_listen(address))
+                server = stack.enter_context(network.listen(address))
             except OSError as error:
                 raise ClusterError(
                     f"{remote[0].name}: sees the master at {address}, which is not an address of "
@@ -352,10 +348,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer is not None:
-        # the master may be gone
-        limit = threading.Timer(PROBE_SECONDS, os._exit, [1])
-        limit.daemon = True
-        limit.start()
+        network.exit_after(PROBE_SECONDS)
         _answer(options.answer)
         return
     try:

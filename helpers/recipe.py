@@ -39,6 +39,9 @@ PUBLISHED = Recipe(padding="fixed")
 FAST = Recipe("grouped", fast_dropout=True, attention_dropout=False, fused_optimizer=True)
 
 
+RECIPES = {"published": PUBLISHED, "plain": PLAIN, "fast": FAST}
+
+
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dropped):
@@ -85,6 +88,13 @@ def use_fast_dropout(model: torch.nn.Module) -> int:
                 setattr(module, name, FastDropout(child.p).train(child.training))
                 replaced += 1
     return replaced
+
+
+def without_attention_dropout(model: torch.nn.Module) -> None:
+    """Switches off the dropout of attention weights, which fused attention does not know."""
+    for module in model.modules():
+        if hasattr(module, "dropout_prob"):
+            module.dropout_prob = 0.0
 
 
 class GroupedBatches(Sampler):

@@ -217,7 +217,9 @@ def test_ranks_that_never_answer_are_given_up(monkeypatch):
 
 @needs_mpi
 def test_a_controller_that_can_not_start_is_told(monkeypatch):
-    found = nodes.Survey({"localhost": nodes.describe()}, "192.0.2.1")  # not an address of ours
+    found = nodes.Survey(
+        {"localhost": nodes.describe() | nodes.capacity(1)}, "192.0.2.1"
+    )  # not an address of ours
     monkeypatch.setattr(cluster, "survey", lambda *_: found)
     before = ours()
     with pytest.raises(ClusterError, match=r"the controller at 192\.0\.2\.1 did not start"):

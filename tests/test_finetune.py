@@ -79,13 +79,7 @@ class IpexBesideStock:
     """The same model and batch through stock bf16 and through IPEX, in a process of its own."""
 
     def __init__(self):
-        run = FineTuning("mrpc", TINY)
-        for module in run.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        run.model.config.attention_probs_dropout_prob = 0.0
-        for layer in run.model.base_model.encoder.layer:
-            layer.attention.self.dropout_prob = 0.0
+        run = FineTuning("mrpc", TINY, dropout=False)
         self.stock, self.batch = run.model, next(iter(run.batches))
         self.ipex, self.optimizer = prepare(run.model, run.optimizer, "ipex-bf16")
 

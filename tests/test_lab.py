@@ -14,6 +14,7 @@ from helpers import network, nodes
 from helpers.ccl import mpi
 from helpers.cluster import Cluster, ClusterError
 from helpers.lab import SCRIPT, Lab, LabError, NoLab
+from tests.labs import lab_or_skip
 from tests.test_cluster import gone_within, needs_mpi, ours
 
 PREFIX, NET = "test", "10.78.0"
@@ -37,14 +38,8 @@ weight, inputs = model.module.weight.detach().numpy(), inputs.numpy()
 
 @pytest.fixture(scope="module")
 def lab():
-    """Three nodes of our own, beside those that someone may be using."""
-    nodes = Lab(3, PREFIX, NET)
-    try:
-        nodes.up()
-    except NoLab as reason:
-        pytest.skip(f"no nodes here: {reason}")
-    yield nodes
-    nodes.down()
+    with lab_or_skip(3, PREFIX, NET) as nodes:
+        yield nodes
 
 
 def ssh(node: str, command: str) -> str:

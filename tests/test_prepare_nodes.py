@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.lab import Lab, NoLab
+from helpers.lab import Lab
+from tests.labs import lab_or_skip
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX, NET = "prep", "10.76.0"
@@ -205,13 +206,8 @@ class World(Machine):
 def lab():
     if not Path("/usr/bin/apt-get").exists():
         pytest.skip("a stand-in takes the place of apt-get, which is not here")
-    nodes = Lab(2, PREFIX, NET)
-    try:
-        nodes.up()
-    except NoLab as reason:
-        pytest.skip(f"no nodes here: {reason}")
-    yield nodes
-    nodes.down()
+    with lab_or_skip(2, PREFIX, NET) as nodes:
+        yield nodes
 
 
 @pytest.fixture

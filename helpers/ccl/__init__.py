@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from helpers.ccl.launch import LaunchError, Placement, exchange, placement, rendezvous, settle
+from helpers.ccl.launch import (
+    LaunchError,
+    Placement,
+    destroy_group,
+    exchange,
+    placement,
+    rendezvous,
+    settle,
+)
 
 __all__ = ["Group", "LaunchError", "Placement", "init", "register"]
 
@@ -101,13 +109,6 @@ def _set_variables(place: Placement) -> None:
         os.environ.setdefault(name, value)
 
 
-def _destroy_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def init(backend: str = "ccl", timeout: timedelta = timedelta(minutes=5)) -> Group:
     """Makes the default process group and says, on rank 0, what it found and where from.
 
@@ -155,7 +156,7 @@ def init(backend: str = "ccl", timeout: timedelta = timedelta(minutes=5)) -> Gro
         )
     if backend == "gloo":
         # a group of gloo's that outlives Python may abort the process
-        atexit.register(_destroy_group)
+        atexit.register(destroy_group)
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
     )

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 from helpers import network
 
@@ -114,17 +113,23 @@ def placement(variables: Mapping[str, str] = os.environ) -> Placement:
     return told[-1]
 
 
+def destroy_group() -> None:
+    """Ends the default process group, where there is one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _end_mpi() -> None:
     """Ends MPI, unless something went wrong.
 
     MPI's end waits for every rank, also for one that was killed. Where a rank leaves without it,
     mpiexec ends the others.
     """
-    import torch.distributed as dist
     from mpi4py import MPI
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    destroy_group()
     backend = sys.modules.get("ccl_backend")
     if not (hasattr(sys, "last_value") or (backend and backend.given_up()) or MPI.Is_finalized()):
         MPI.Finalize()
@@ -243,12 +248,6 @@ def rendezvous(place: Placement, timeout: timedelta):
     return store, f"{where} ({source})"
 
 
-def _machine() -> str:
-    """Tells machines apart, and also the network namespaces that play nodes on one machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')}"
-
-
 def settle(place: Placement, store, timeout: timedelta) -> Placement:
     """Compares the places of all ranks and fills in the local ones where nobody told them.
 
@@ -259,7 +258,7 @@ def settle(place: Placement, store, timeout: timedelta) -> Placement:
     if store.add(f"claims/{place.rank}", 1) > 1:
         raise LaunchError(f"a second process claims rank {place.rank} (this one is on {host})")
     mine = {
-        "machine": _machine(),
+        "machine": list(network.machine()),  # as JSON gives it back
         "host": host,
         "local_rank": place.local_rank,
         "world_size": place.world_size,
