@@ -6,7 +6,7 @@ the evaluation set, with nothing counted twice. The notebook that teaches it:
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -102,9 +102,9 @@ class Shares(Sampler):
         return self.own(step) * self.ranks.size / self.size(step)
 
 
-def digest(model: torch.nn.Module) -> str:
+def digest(weights: Iterable[torch.Tensor]) -> str:
     """SHA-256 of all weights: equal weights, equal text."""
     found = hashlib.sha256()
-    for weight in model.parameters():
+    for weight in weights:
         found.update(weight.detach().cpu().flatten().contiguous().view(torch.uint8).numpy())
     return found.hexdigest()

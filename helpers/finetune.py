@@ -6,6 +6,7 @@
 """
 
 import argparse
+import dataclasses
 import datetime
 import importlib
 import importlib.util
@@ -13,8 +14,9 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from datasets import disable_progress_bars
@@ -24,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import DataCollatorWithPadding, set_seed
 from transformers.utils import logging as transformers_logging
 
-from helpers import ccl, data, models, profiles, questions
+from helpers import ccl, data, isa, models, profiles, questions, runtime
 from helpers.ccl.launch import is_launched
 from helpers.distributed import Ranks, Shares, digest
 from helpers.metrics import Paraphrase, QuestionAnswering
@@ -33,7 +35,9 @@ from helpers.recipe import (
     PLAIN,
     RECIPES,
     GroupedBatches,
+    MasterWeights,
     Recipe,
+    compile_error,
     question_loss,
     use_fast_dropout,
     without_attention_dropout,
@@ -83,6 +87,38 @@ def prepare(model, optimizer, precision: str):
     return model, optimizer
 
 
+def settle(precision: str, recipe: Recipe) -> tuple[str, Recipe, list[str]]:
+    """What this machine can run of a precision and a recipe, and a line for each thing it can't.
+
+    "auto" is bf16 where the CPU has instructions for it, else fp32. bf16 weights are for bf16
+    alone: IPEX keeps some of its own. What is compiled has a dropout of its own, too. Raises
+    ValueError for an unknown precision.
+    """
+    if precision not in ("auto", *PRECISIONS):
+        raise ValueError(f"precision {precision!r}: there are auto, {', '.join(PRECISIONS)}")
+    remarks = []
+    if precision == "auto" and isa.native_bf16():
+        precision = "bf16"
+    elif precision == "auto":
+        precision = "fp32"
+        remarks.append("fp32: no bf16 instructions here, and emulated ones would be slower")
+    if precision not in available_precisions():
+        remarks.append(f"IPEX is not installed: stock bf16 instead of {precision}")
+        precision = "bf16"
+    if recipe.compiled:
+        on_ipex = precision == "ipex-bf16"
+        if error := "IPEX brings kernels of its own" if on_ipex else compile_error():
+            remarks.append(f"not compiled: {error}")
+            recipe = dataclasses.replace(recipe, compiled=False)
+    if precision != "bf16":
+        recipe = dataclasses.replace(recipe, bf16_weights=False)
+    if precision == "ipex-bf16":  # it brings an optimizer of its own, too
+        recipe = dataclasses.replace(recipe, fused_optimizer=False)
+    if recipe.compiled:
+        recipe = dataclasses.replace(recipe, fast_dropout=False)
+    return precision, recipe, remarks
+
+
 def autocast(precision: str) -> torch.autocast:
     """The context in which a model of this precision computes: bf16 for all but fp32."""
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != "fp32")
@@ -124,9 +160,10 @@ class FineTuning:
 
     ``task`` is "mrpc", "qqp" or "squad"; ``settings`` its size (``helpers.profiles``); the same
     ``seed`` gives the same head, batches, order and dropout in every precision; ``remarks`` says
-    which data and model they are. Optimizer, schedule and clipping are those of the reference
-    scripts: AdamW without weight decay, a learning rate that falls linearly to 0, gradients
-    clipped at norm 1.
+    which data and model they are. What can't run here is left out (``settle``): ``precision`` and
+    ``recipe`` are what really runs, and ``changed`` says why. Optimizer, schedule and clipping are
+    those of the reference scripts: AdamW without weight decay, a learning rate that falls linearly
+    to 0, gradients clipped at norm 1.
 
     Where ``torch.distributed`` is initialized, the ranks of ``group`` (default: all) train one
     model: each must make the run and call its methods. ``settings.batch_size`` are samples a
@@ -146,11 +183,14 @@ class FineTuning:
     ):
         transformers_logging.set_verbosity_error()
         set_seed(seed)
-        self.task, self.settings, self.precision = task, settings, precision
-        self.recipe = recipe
+        self.task, self.settings = task, settings
+        self.precision, self.recipe, self.changed = settle(precision, recipe)
+        recipe = self.recipe
         self.ranks = Ranks.of(group)
         kind = "question" if task == "squad" else "pair"
         self.remarks: list[str] = []
+        if recipe.tuned_process:
+            self.remarks.append(f"this process: {runtime.tune()}")
         with self.ranks.one_after_the_first():
             self.dataset = data.load(
                 task, settings.data, settings.train_samples, settings.eval_samples, seed
@@ -180,19 +220,12 @@ class FineTuning:
         self.batches = DataLoader(
             train, batch_sampler=self._shares, generator=order, collate_fn=self._collate
         )
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=settings.learning_rate,
-            weight_decay=0.0,
-            # IPEX brings an optimizer of its own
-            fused=recipe.fused_optimizer and precision != "ipex-bf16",
-        )
-        self.model, self.optimizer = prepare(model.train(), optimizer, precision)
-        self._training_model = self.model
+        self._build(model.train())
+        self._training_model = torch.compile(self.model) if recipe.compiled else self.model
         if self.ranks.size > 1:
             # every rank has the same buffers: nothing to send before each step
             self._training_model = DistributedDataParallel(
-                self.model,
+                self._training_model,
                 process_group=self.ranks.group,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
@@ -204,6 +237,29 @@ class FineTuning:
         self._iterator = iter(())
         # dropout, too, starts the same whatever was drawn before, and differs between ranks
         set_seed(seed + self.ranks.rank)
+
+    def _build(self, model) -> None:
+        """Makes ``model`` ready for its precision, and its optimizer."""
+        self.master = MasterWeights(model) if self.recipe.bf16_weights else None
+        self.weights = self.master.exact if self.master else list(model.parameters())
+        options = {"lr": self.settings.learning_rate, "weight_decay": 0.0}
+        fused = self.recipe.fused_optimizer
+        try:
+            optimizer = torch.optim.AdamW(self.weights, fused=fused, **options)
+        except RuntimeError as error:
+            self.changed.append(f"optimizer not fused: {error}")
+            self.recipe = dataclasses.replace(self.recipe, fused_optimizer=False)
+            optimizer = torch.optim.AdamW(self.weights, **options)
+        try:
+            self.model, self.optimizer = prepare(model, optimizer, self.precision)
+        except Exception as error:  # IPEX refuses in many ways
+            if self.precision != "ipex-bf16":
+                raise
+            self.changed.append(f"IPEX refuses ({type(error).__name__}: {error}): stock bf16")
+            self.precision, self.model, self.optimizer = "bf16", model, optimizer
+        else:
+            if self.precision == "ipex-bf16":
+                self.weights = list(self.model.parameters())
 
     def _next_batch(self):
         batch = next(self._iterator, None)
@@ -230,7 +286,7 @@ class FineTuning:
         """Computes the gradients of one batch and drops them, so that all kernels are chosen."""
         with torch.random.fork_rng(devices=[]):  # dropout's next numbers stay the same
             self._backward(self._collate([self.batches.dataset[0]] * self.settings.batch_size))
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     def remaining_steps(self) -> int:
         """Optimizer steps until the last epoch is over."""
@@ -242,9 +298,13 @@ class FineTuning:
         for _ in range(steps):
             step, batch = len(self.losses), self._next_batch()
             self.losses.append(self._backward(batch, self._shares.weight(step)))
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+            if self.master:
+                self.master.take_gradients()
+            torch.nn.utils.clip_grad_norm_(self.weights, MAX_GRADIENT_NORM)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if self.master:
+                self.master.round()
             self.schedule.step()
             self.samples += self._shares.size(step)
 
@@ -286,7 +346,7 @@ class FineTuning:
     def save(self, folder: str) -> None:
         """Writes model and tokenizer, to be loaded by ``from_pretrained`` or ``helpers.models``."""
         # IPEX packs its weights: its state_dict unpacks them
-        self.model.save_pretrained(folder, state_dict=self.model.state_dict())
+        self.model.save_pretrained(folder, state_dict=(self.master or self.model).state_dict())
         self.tokenizer.save_pretrained(folder)
 
     def mean_losses(self) -> list[float]:
@@ -295,7 +355,7 @@ class FineTuning:
 
     def check_weights(self) -> str:
         """A checksum of the weights. Raises RuntimeError where the ranks' weights differ."""
-        own = digest(self.model)
+        own = digest(self.weights)
         if not self.ranks.agree(own):
             raise RuntimeError(
                 f"rank {self.ranks.rank}: the ranks hold different weights ({own[:8]} here). Was "
@@ -303,9 +363,18 @@ class FineTuning:
             )
         return own
 
-    def result(self) -> dict:
-        """Losses so far, metric and weights' checksum, to be sent to another process."""
+    def ran(self) -> dict:
+        """What really runs: precision, recipe, and a line for each thing that was "changed"."""
         return {
+            "precision": self.precision,
+            "recipe": asdict(self.recipe),
+            "changed": self.changed,
+        }
+
+    def result(self) -> dict:
+        """Losses so far, metric, weights' checksum and what really ran, for another process."""
+        return {
+            **self.ran(),
             "losses": self.mean_losses(),
             "metric": self.evaluate(),
             "weights": self.check_weights(),
@@ -313,66 +382,89 @@ class FineTuning:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """One way to run a training: ``variables`` are added to its process's environment."""
+
+    precision: str
+    recipe: Recipe = PLAIN
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Race:
-    """What ``race`` measured: times side by side, and losses and metric of each precision."""
+    """What ``race`` measured: times side by side, and losses and metric of each variant.
+
+    ``remarks`` are lines on what ran otherwise than asked for.
+    """
 
     comparison: Comparison
     losses: dict[str, list[float]]
     metrics: dict[str, dict[str, float]]
+    remarks: list[str]
+
+
+def precision_variants() -> dict[str, Variant]:
+    """A variant for each precision that is available, with a stock loop."""
+    return {precision: Variant(precision) for precision in available_precisions()}
 
 
 def race(
     task: str,
     settings: Task,
-    precisions: tuple[str, ...] | None = None,
+    variants: Mapping[str, Variant],
     rounds: int = 4,
     seed: int = 0,
     timeout: float = 300,
 ) -> Race:
-    """Fine-tunes once in each precision, each in a fresh process, taking turns in ``rounds``.
+    """Fine-tunes once in each variant, each in a fresh process, taking turns in ``rounds``.
 
-    A round is an equal share of the run's steps, so every precision sees the same batches in
-    the same round. Times are seconds a round. ``timeout`` limits each round, in seconds.
-    Raises WorkerError where a process fails, ValueError for fewer steps than rounds.
+    A round is an equal share of the run's steps, so every variant trains on as many samples in
+    the same round: on the same ones, unless a recipe groups them. Times are seconds a round.
+    ``timeout`` limits each round, in seconds. Raises WorkerError where a process fails, ValueError
+    for fewer steps than rounds.
     """
-    precisions = precisions or available_precisions()
     with ExitStack() as stack:
         runs = {
-            precision: stack.enter_context(
-                Worker(precision, FineTuning, task, settings, precision, seed, timeout=timeout)
+            name: stack.enter_context(
+                Worker(
+                    *(name, FineTuning, task, settings, variant.precision, seed),
+                    *(True, None, variant.recipe),
+                    timeout=timeout,
+                    variables=variant.variables,
+                )
             )
-            for precision in precisions
+            for name, variant in variants.items()
         }
         steps = min(worker.call("remaining_steps") for worker in runs.values())
         if steps < rounds:
             raise ValueError(f"{steps} optimizer steps can't be shared among {rounds} rounds")
         for worker in runs.values():
             worker.call("warm_up")
-        seconds = {precision: [] for precision in precisions}
+        seconds = {name: [] for name in runs}
         for turn in range(rounds):
             share = steps * (turn + 1) // rounds - steps * turn // rounds
-            for precision, worker in runs.items():
+            for name, worker in runs.items():
                 with Stopwatch() as watch:
                     worker.call("train", share)
-                seconds[precision].append(watch.seconds)
-        results = {precision: worker.call("result") for precision, worker in runs.items()}
-    metrics = {precision: result["metric"] for precision, result in results.items()}
-    names = next(iter(metrics.values()))
+                seconds[name].append(watch.seconds)
+        results = {name: worker.call("result") for name, worker in runs.items()}
+    metrics = {name: result["metric"] for name, result in results.items()}
     beside = {
-        name: {precision: round(values[name], 3) for precision, values in metrics.items()}
-        for name in names
+        metric: {name: round(values[metric], 3) for name, values in metrics.items()}
+        for metric in next(iter(metrics.values()))
     }
     return Race(
         Comparison(seconds, beside),
-        {precision: result["losses"] for precision, result in results.items()},
+        {name: result["losses"] for name, result in results.items()},
         metrics,
+        [f"{name}: {remark}" for name, result in results.items() for remark in result["changed"]],
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m helpers.finetune", description=__doc__)
     parser.add_argument("--task", choices=profiles.TASKS, required=True)
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     parser.add_argument("--profile", help=f"default: ${profiles.VARIABLE}, else laptop")
     parser.add_argument(
         "--steps", type=int, help="optimizer steps, without evaluation; default: the whole run"
@@ -387,9 +479,9 @@ def main() -> None:
     parser.add_argument(
         "--recipe",
         choices=RECIPES,
-        default="plain",
+        default="fast",
         help="published: all padded to the longest allowed; plain: to the longest of the batch; "
-        "fast: all that helpers.recipe has",
+        "fast: what notebook 04 found",
     )
     parser.add_argument("--output", help="folder for the trained model, in the format of the hub")
     options = parser.parse_args()
@@ -402,13 +494,12 @@ def main() -> None:
     run = FineTuning(options.task, settings, options.precision, options.seed, recipe=recipe)
     first = run.ranks.rank == 0
     if first:
-        print(*run.remarks, sep="\n")
+        print(*run.remarks, *run.changed, sep="\n")
         if run.ranks.size != settings.ranks:
             print(f"{run.ranks.size} ranks; the profile is made for {settings.ranks}")
     steps = run.remaining_steps() if options.steps is None else options.steps
-    with Throughput(
-        steps * settings.batch_size * run.ranks.size, options.precision, first
-    ) as meter:
+    total = steps * settings.batch_size * run.ranks.size
+    with Throughput(total, run.precision, first) as meter:
         for _ in range(steps):
             before = run.samples
             run.train(1)
@@ -416,7 +507,7 @@ def main() -> None:
     result = {
         "samples/s": meter.samples_per_second,
         "world_size": run.ranks.size,
-        "recipe": asdict(recipe),
+        **run.ran(),
         **asdict(settings),
         "losses": run.mean_losses(),
         "weights": run.check_weights(),

@@ -121,6 +121,18 @@ def bf16_tier(flags: dict[str, bool]) -> str:
     return "no native bf16: it is emulated, expect it to be slower than fp32"
 
 
+def native_bf16(flags: dict[str, bool] | None = None, cap: str | None = None) -> bool:
+    """Whether bf16 products have instructions of their own, which makes them faster than fp32.
+
+    ``flags`` are ``cpu_flags()``, ``cap`` is what ``ONEDNN_MAX_CPU_ISA`` holds: by default, this
+    process's. oneDNN ignores a cap that it does not know, and so does this.
+    """
+    flags = cpu_flags() if flags is None else flags
+    cap = (os.environ.get("ONEDNN_MAX_CPU_ISA") if cap is None else cap) or ""
+    capped = cap.upper() in MAX_ISA[: MAX_ISA.index("AVX512_CORE_BF16")]
+    return (flags["AVX-512 BF16"] or flags["AMX bf16"]) and not capped
+
+
 def kernel_knows_amx(release: str | None = None) -> bool:
     """Whether a Linux release such as "6.1.0-13-amd64" can hand out AMX tiles: 5.16 or later.
 

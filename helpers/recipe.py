@@ -1,6 +1,7 @@
 """What makes a fine-tuning step faster and leaves the training what it is, piece by piece.
 
-``FineTuning(..., recipe=FAST)`` uses all of it; ``python -m bench.recipe`` measures each piece.
+``FineTuning(..., recipe=FAST)`` uses it; ``python -m bench.recipe`` measures it. The notebook that
+teaches each piece and measures it alone: ``04_where_does_the_time_go``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +22,19 @@ class Recipe:
     "batch" (to the longest of the batch) or "grouped" (the same, and a batch holds samples of
     about the same length). ``fast_dropout`` draws dropout's random numbers a byte each.
     ``attention_dropout`` is that of the attention weights, which keeps PyTorch from its fused
-    attention. ``fused_optimizer`` updates all weights in one pass over memory.
+    attention. ``fused_optimizer`` updates all weights in one pass over memory. ``bf16_weights``
+    computes with weights that are bf16 already, instead of rounding them in each step
+    (``MasterWeights``). ``tuned_process`` is ``helpers.runtime.tune``. ``compiled`` hands the model
+    to ``torch.compile``, which takes a minute.
     """
 
     padding: str = "batch"
     fast_dropout: bool = False
     attention_dropout: bool = True
     fused_optimizer: bool = False
+    bf16_weights: bool = False
+    tuned_process: bool = False
+    compiled: bool = False
 
     def __post_init__(self):
         if self.padding not in ("fixed", "batch", "grouped"):
@@ -36,8 +43,14 @@ class Recipe:
 
 PLAIN = Recipe()
 PUBLISHED = Recipe(padding="fixed")
-FAST = Recipe("grouped", fast_dropout=True, attention_dropout=False, fused_optimizer=True)
-
+FAST = Recipe(
+    "grouped",
+    fast_dropout=True,
+    attention_dropout=False,
+    fused_optimizer=True,
+    bf16_weights=True,
+    tuned_process=True,
+)
 
 RECIPES = {"published": PUBLISHED, "plain": PLAIN, "fast": FAST}
 
@@ -95,6 +108,47 @@ def without_attention_dropout(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "dropout_prob"):
             module.dropout_prob = 0.0
+
+
+class MasterWeights:
+    """Rounds a model's weights to bf16 and keeps them in fp32, for the optimizer.
+
+    Autocast rounds all weights in every forward pass, and keeps what lies between two matrix
+    products in fp32. With bf16 weights nothing is left to round, and all of that is half as large.
+    ``exact`` are the fp32 weights, in the order of the model's parameters. Small updates add up in
+    them that a bf16 weight would lose (``02_bf16_and_amx``, section 4). Source: Micikevicius et al.
+    2018, "Mixed Precision Training", section 3.1.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.exact = [weight.detach().clone().requires_grad_() for weight in model.parameters()]
+        self._names = [name for name, _ in model.named_parameters()]
+        self._model = model.to(torch.bfloat16)
+
+    def take_gradients(self) -> None:
+        """Moves the gradients from the model to the fp32 weights."""
+        for exact, rounded in zip(self.exact, self._model.parameters(), strict=True):
+            exact.grad = None if rounded.grad is None else rounded.grad.float()
+            rounded.grad = None
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Writes the fp32 weights into the model, rounded."""
+        torch._foreach_copy_(list(self._model.parameters()), self.exact)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's, with its weights in fp32."""
+        exact = zip(self._names, self.exact, strict=True)
+        return self._model.state_dict() | {name: weight.detach() for name, weight in exact}
+
+
+def compile_error() -> str | None:
+    """Why ``torch.compile`` does not work here; None where it does. Takes some seconds."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2))
+    except RuntimeError as error:
+        return " ".join(str(error).split())[:200]
+    return None
 
 
 class GroupedBatches(Sampler):

@@ -5,6 +5,7 @@ teaches them: ``04_threads_affinity_memory``.
 """
 
 import argparse
+import ctypes
 import ctypes.util
 import os
 import pkgutil
@@ -16,6 +17,8 @@ from pathlib import Path
 
 # A rank needs so many cores before one of them is worth giving to oneCCL.
 CORES_FOR_A_WORKER = 8
+# glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 ALLOCATORS = ("tcmalloc", "tcmalloc_minimal", "jemalloc")
 
 
@@ -215,6 +218,28 @@ def explain(found: Mapping[str, Setting]) -> str:
     return "\n".join(
         f"{name}={setting.value}   # {setting.reason}" for name, setting in found.items()
     )
+
+
+def tune() -> str:
+    """Tunes this process for training; returns a line that says what was done.
+
+    Freed memory is kept, as notebook 04's variables for glibc do it, but without a new start:
+    mallopt(3). And there is a thread a core, unless OMP_NUM_THREADS says otherwise. The notebooks
+    that measure it: ``05_threads_affinity_memory``, ``04_where_does_the_time_go``.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(hardware().usable))
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        kept = "this C library has no mallopt: freed memory is given back"
+    else:
+        kept = "freed memory is kept"
+        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
+            mallopt(option, value)
+    return f"{kept}; {torch.get_num_threads()} threads"
 
 
 class Rank:

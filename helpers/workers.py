@@ -6,9 +6,11 @@ variants are comparable only in fresh processes. The notebook that uses it:
 """
 
 import multiprocessing
+import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from unittest.mock import patch
 
 
 class WorkerError(RuntimeError):
@@ -34,10 +36,18 @@ class Worker:
 
     A context manager: the process has ended when the block is left. ``build``, the arguments
     and what the methods return must be picklable. ``timeout`` limits the start and each call,
-    in seconds. Raises WorkerError, which names the worker.
+    in seconds; ``variables`` are added to the process's environment. Raises WorkerError, which
+    names the worker.
     """
 
-    def __init__(self, name: str, build: Callable, *arguments, timeout: float = 120):
+    def __init__(
+        self,
+        name: str,
+        build: Callable,
+        *arguments,
+        timeout: float = 120,
+        variables: Mapping[str, str] | None = None,
+    ):
         self.name = name
         self.timeout = timeout
         context = multiprocessing.get_context("spawn")
@@ -45,7 +55,8 @@ class Worker:
         self._process = context.Process(
             target=_serve, args=(theirs, build, arguments), name=name, daemon=True
         )
-        self._process.start()
+        with patch.dict(os.environ, variables or {}):
+            self._process.start()
         theirs.close()
         try:
             self._answer("start")

@@ -86,12 +86,12 @@ def test_a_single_rank_needs_no_process_group():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_digest_changes_with_the_smallest_change_of_a_weight(dtype):
     model = torch.nn.Linear(3, 2).to(dtype)
-    before = digest(model)
-    assert digest(model) == before
+    before = digest(model.parameters())
+    assert digest(model.parameters()) == before
     with torch.no_grad():
         bits = model.bias.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
         bits[0] ^= 1
-    assert digest(model) != before
+    assert digest(model.parameters()) != before
 
 
 # ---------------------------------------------------------------- trainings
@@ -117,6 +117,9 @@ def test_ranks_take_the_steps_of_one_and_score_the_same(alone, ranks, backend):
         # the order of the sums differs: fp32 rounds
         assert together[task]["losses"] == pytest.approx(alone[task]["losses"], rel=1e-3)
         assert together[task]["norms"] == pytest.approx(alone[task]["norms"], rel=1e-4, abs=1e-3)
+    # bf16 weights and gradients round more
+    assert together["fast"]["losses"] == pytest.approx(alone["fast"]["losses"], rel=0.05)
+    assert together["fast"]["samples"] == alone["fast"]["samples"]
     assert alone["mrpc"]["samples"] == 38
     assert len(alone["mrpc"]["losses"]) == 8
     assert len(together["noticed"]) == ranks
@@ -133,4 +136,4 @@ def test_the_command_line_trains_on_ranks_and_saves_one_model(tmp_path):
     assert found["world_size"] == 2
     assert len(found["losses"]) == 2
     model, _ = models.load(folder, "pair")
-    assert digest(model) == found["weights"]
+    assert digest(model.parameters()) == found["weights"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import finetune, models, profiles
-from helpers.finetune import FineTuning, prepare, race
+from helpers.finetune import FineTuning, Variant, prepare, race
 from helpers.workers import Worker, WorkerError
 
 TINY = dataclasses.replace(
@@ -123,7 +123,7 @@ def test_ipex_gives_the_gradients_of_stock_bf16_and_its_weights_load_into_a_stoc
 
 
 def test_a_race_sets_time_loss_and_metric_side_by_side():
-    result = race("mrpc", TINY, ("fp32", "bf16"), rounds=4)
+    result = race("mrpc", TINY, {name: Variant(name) for name in ("fp32", "bf16")}, rounds=4)
     assert [len(times) for times in result.comparison.seconds.values()] == [4, 4]
     assert [len(losses) for losses in result.losses.values()] == [4, 4]
     assert result.losses["fp32"] == pytest.approx(result.losses["bf16"], rel=0.1)
@@ -133,13 +133,13 @@ def test_a_race_sets_time_loss_and_metric_side_by_side():
 
 def test_a_race_needs_a_step_a_round():
     with pytest.raises(ValueError, match="4 optimizer steps can't be shared among 5 rounds"):
-        race("mrpc", TINY, ("fp32",), rounds=5)
+        race("mrpc", TINY, {"fp32": Variant("fp32")}, rounds=5)
 
 
 def test_a_race_names_the_precision_that_failed():
     broken = dataclasses.replace(TINY, model="/nowhere/at/all")
     with pytest.raises(WorkerError, match=r"'fp32' failed in 'start'(?s:.*)/nowhere/at/all"):
-        race("mrpc", broken, ("fp32",))
+        race("mrpc", broken, {"fp32": Variant("fp32")})
 
 
 def test_the_command_line_prints_a_result():

@@ -35,6 +35,24 @@ def test_tier_follows_the_flags(tmp_path, flags, tier):
     assert tier in bf16_tier(cpu_flags(cpuinfo(tmp_path, f"model name\t: x\nflags\t\t: {flags}\n")))
 
 
+@pytest.mark.parametrize(
+    ("flags", "cap", "native"),
+    [
+        (SAPPHIRE_RAPIDS, "", True),
+        (SAPPHIRE_RAPIDS, isa.ICE_LAKE, False),
+        (SAPPHIRE_RAPIDS, "avx2", False),
+        (SAPPHIRE_RAPIDS, "AVX512_CORE_BF16", True),
+        (SAPPHIRE_RAPIDS, "no such name", True),
+        ("avx512f avx512_bf16", "", True),
+        (ICE_LAKE, "", False),
+        (ICE_LAKE, "DEFAULT", False),
+    ],
+)
+def test_bf16_is_native_where_the_cpu_has_it_and_no_cap_forbids_it(tmp_path, flags, cap, native):
+    found = cpu_flags(cpuinfo(tmp_path, f"flags : {flags}\n"))
+    assert isa.native_bf16(found, cap) is native
+
+
 def test_a_flag_is_a_whole_word(tmp_path):
     found = cpu_flags(cpuinfo(tmp_path, "flags : avx512_bf16x xavx2 amx_tile\n"))
     assert [name for name, there in found.items() if there] == [FLAGS["amx_tile"]]

@@ -1,6 +1,10 @@
 """Each piece of the recipe does what stock PyTorch does, faster or not."""
 
 import dataclasses
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,18 +12,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import profiles
-from helpers.finetune import FineTuning
+from helpers import finetune, isa, models, profiles
+from helpers.finetune import FineTuning, settle
 from helpers.recipe import (
     FAST,
     PLAIN,
     PUBLISHED,
     FastDropout,
     GroupedBatches,
+    MasterWeights,
     Recipe,
+    compile_error,
     question_loss,
     use_fast_dropout,
 )
+from helpers.workers import Worker
 
 
 def test_an_unknown_padding_is_refused():
@@ -151,16 +158,48 @@ def test_the_loss_does_not_depend_on_padding():
     torch.testing.assert_close(*losses)
 
 
+# ---------------------------------------------------------------- bf16 weights
+
+
+def test_updates_that_bf16_would_lose_add_up():
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    master = MasterWeights(model)
+    optimizer = torch.optim.SGD(master.exact, lr=0.001)
+    for _ in range(100):
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        master.take_gradients()
+        optimizer.step()
+        master.round()
+    assert model.weight.dtype == torch.bfloat16  # 1 - 0.001 would be 1 in bf16
+    assert model.weight.item() == pytest.approx(0.9, rel=0.004)
+    assert master.state_dict()["weight"].item() == pytest.approx(0.9, rel=1e-5)
+
+
+def test_gradients_move_and_are_not_summed_over_steps():
+    model = torch.nn.Linear(2, 1)
+    master = MasterWeights(model)
+    for _ in range(2):
+        model(torch.tensor([[2.0, 3.0]], dtype=torch.bfloat16)).sum().backward()
+        master.take_gradients()
+        assert [weight.grad.tolist() for weight in master.exact] == [[[2.0, 3.0]], [1.0]]
+        assert all(weight.grad is None for weight in model.parameters())
+
+
 # ---------------------------------------------------------------- whole trainings
 
 
-def losses(task: str, recipe: Recipe, dropout: bool = False) -> list[float]:
+def trained(task: str, recipe: Recipe, precision: str = "fp32", dropout: bool = False):
     settings = dataclasses.replace(
         getattr(profiles.load("laptop"), task), train_samples=32, eval_samples=8, batch_size=8
     )
-    run = FineTuning(task, settings, dropout=dropout, recipe=recipe)
+    run = FineTuning(task, settings, precision, dropout=dropout, recipe=recipe)
     run.train(4)
-    return run.losses
+    return run
+
+
+def losses(task: str, recipe: Recipe, precision: str = "fp32", dropout: bool = False):
+    return trained(task, recipe, precision, dropout).losses
 
 
 def test_pieces_without_random_parts_give_the_same_losses():
@@ -172,6 +211,106 @@ def test_padding_changes_nothing_but_the_speed_for_pairs():
     assert losses("mrpc", PUBLISHED) == pytest.approx(losses("mrpc", PLAIN), rel=1e-3)
 
 
+def test_bf16_weights_take_the_steps_of_autocast_to_bf16_rounding():
+    rounded = dataclasses.replace(PLAIN, bf16_weights=True)
+    for task in ("mrpc", "squad"):
+        expected = losses(task, PLAIN, "bf16")
+        assert losses(task, rounded, "bf16") == pytest.approx(expected, rel=0.02)
+
+
+def test_a_model_with_bf16_weights_is_saved_in_fp32(tmp_path):
+    run = trained("mrpc", FAST, "bf16")
+    run.save(str(tmp_path))
+    loaded, _ = models.load(str(tmp_path), "pair")
+    for saved, exact in zip(loaded.parameters(), run.weights, strict=True):
+        assert torch.equal(saved, exact)
+    assert not torch.equal(run.weights[0], run.weights[0].bfloat16().float())
+
+
 def test_the_whole_recipe_trains_with_dropout():
-    found = losses("squad", FAST, dropout=True)
+    found = losses("squad", FAST, "auto", dropout=True)
     assert found[-1] < found[0]
+
+
+# ---------------------------------------------------------------- what can't run here
+
+
+def test_auto_is_bf16_where_it_is_native_and_says_so_where_not(monkeypatch):
+    monkeypatch.setattr(isa, "native_bf16", lambda: True)
+    assert settle("auto", FAST) == ("bf16", FAST, [])
+    monkeypatch.setattr(isa, "native_bf16", lambda: False)
+    precision, recipe, said = settle("auto", FAST)
+    assert (precision, recipe.bf16_weights) == ("fp32", False)
+    assert said == ["fp32: no bf16 instructions here, and emulated ones would be slower"]
+
+
+def test_a_capped_process_trains_in_fp32():
+    with Worker("capped", Settled, variables={"ONEDNN_MAX_CPU_ISA": isa.ICE_LAKE}) as worker:
+        assert worker.call("settle", "auto", PLAIN)[0] == "fp32"
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ValueError, match="'fp8': there are auto, fp32, bf16, ipex-bf16"):
+        settle("fp8", PLAIN)
+
+
+class Settled:
+    """``settle`` in a process with variables of its own."""
+
+    def settle(self, precision, recipe):
+        return settle(precision, recipe)
+
+
+def test_without_a_compiler_nothing_is_compiled():
+    compiled = dataclasses.replace(FAST, compiled=True)
+    variables = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    with Worker("no compiler", Settled, variables=variables) as worker:
+        precision, recipe, said = worker.call("settle", "bf16", compiled)
+    assert (precision, recipe) == ("bf16", FAST)
+    assert len(said) == 1
+    assert said[0].startswith("not compiled: ") and "compiler" in said[0] and "\n" not in said[0]
+
+
+def test_without_ipex_stock_bf16_runs_and_the_result_says_so(monkeypatch):
+    monkeypatch.setattr(finetune, "available_precisions", lambda: ("fp32", "bf16"))
+    run = trained("mrpc", PLAIN, "ipex-bf16")
+    assert run.ran()["precision"] == "bf16"
+    assert run.ran()["changed"] == ["IPEX is not installed: stock bf16 instead of ipex-bf16"]
+
+
+def test_where_ipex_refuses_stock_bf16_runs(monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("BF16 weight prepack needs avx512bw")
+
+    monkeypatch.setattr(finetune, "available_precisions", lambda: finetune.PRECISIONS)
+    monkeypatch.setattr(finetune, "import_ipex", lambda: SimpleNamespace(optimize=refuse))
+    run = trained("mrpc", PLAIN, "ipex-bf16")
+    assert run.ran()["precision"] == "bf16"
+    assert "prepack needs avx512bw" in run.ran()["changed"][0]
+
+
+def test_where_the_optimizer_is_not_fused_the_stock_one_runs(monkeypatch):
+    class Stock(torch.optim.AdamW):
+        def __init__(self, weights, fused=False, **options):
+            if fused:
+                raise RuntimeError("`fused=True` is not supported here")
+            super().__init__(weights, **options)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Stock)
+    run = trained("mrpc", dataclasses.replace(PLAIN, fused_optimizer=True))
+    assert not run.ran()["recipe"]["fused_optimizer"]
+    assert run.ran()["changed"] == ["optimizer not fused: `fused=True` is not supported here"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not shutil.which(os.environ.get("CXX", "g++"))
+    or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="torch.compile needs a C++ compiler and Python's headers",
+)
+def test_a_compiled_training_takes_the_steps_of_an_eager_one():
+    assert compile_error() is None
+    compiled = dataclasses.replace(PLAIN, compiled=True)
+    run = trained("mrpc", compiled)
+    assert run.ran()["recipe"]["compiled"]
+    assert run.losses == pytest.approx(losses("mrpc", PLAIN), rel=1e-3)

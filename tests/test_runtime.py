@@ -1,4 +1,5 @@
 import os
+import resource
 
 import pytest
 from hypothesis import given
@@ -172,6 +173,40 @@ def test_a_rank_loads_is_pinned_and_watched():
         assert rank.call("cpus") == {cpu}
         assert rank.call("has_loaded", "libc.so")
         assert not rank.call("has_loaded", "no such library")
+
+
+class Tuned:
+    """Takes and gives back 64 MB, in a process that may be tuned."""
+
+    def __init__(self, tuned):
+        self.said = runtime.tune() if tuned else ""
+
+    def threads(self):
+        import torch
+
+        return torch.get_num_threads()
+
+    def faults(self):
+        """Page faults of taking 64 MB, and giving them back, 40 times."""
+        import torch
+
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(40):
+            torch.ones(2**24)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_a_tuned_process_keeps_freed_memory_and_has_a_thread_a_core(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with Worker("tuned", Tuned, True) as tuned, Worker("plain", Tuned, False) as plain:
+        # the heap needs some rounds until it has found its size
+        assert tuned.call("faults") < plain.call("faults") / 2
+        assert tuned.call("threads") == len(hardware().usable)
+
+
+def test_a_tuned_process_keeps_the_threads_that_a_launcher_chose():
+    with Worker("tuned", Tuned, True, variables={"OMP_NUM_THREADS": "1"}) as tuned:
+        assert tuned.call("threads") == 1
 
 
 def test_a_rank_that_is_not_loaded_says_so():

@@ -20,6 +20,9 @@ class Counter:
     def pid(self):
         return os.getpid()
 
+    def variable(self, name):
+        return os.environ.get(name)
+
     def die(self):
         os.kill(os.getpid(), signal.SIGILL)
 
@@ -58,6 +61,12 @@ def test_a_killed_worker_is_an_error_not_a_hang():
         Worker("illegal", Counter, 0) as worker,
     ):
         worker.call("die")
+
+
+def test_variables_are_the_workers_alone():
+    with Worker("counter", Counter, 0, variables={"OF_THE_WORKER": "1"}) as worker:
+        assert worker.call("variable", "OF_THE_WORKER") == "1"
+    assert "OF_THE_WORKER" not in os.environ
 
 
 def test_a_slow_worker_is_stopped():

@@ -9,6 +9,7 @@ import torch
 
 from helpers import ccl, profiles
 from helpers.finetune import FineTuning
+from helpers.recipe import FAST
 
 TOGETHER = 6  # samples of a global batch; 19 samples leave one for the last
 EVALUATION = 150  # three batches
@@ -64,5 +65,7 @@ if __name__ == "__main__":
         run = FineTuning(task, settings(task, place.world_size), dropout=False)
         found[task] = train(run)
     found["noticed"] = noticed(run)
+    size = settings("mrpc", place.world_size)
+    found["fast"] = train(FineTuning("mrpc", size, "bf16", dropout=False, recipe=FAST))
     if place.rank == 0:
         sys.stdout.write(json.dumps(found) + "\n")
