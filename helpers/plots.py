@@ -131,6 +131,52 @@ def curves(
     return fig
 
 
+def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str):
+    """A bar for each row, made of its parts; all rows name the same parts.
+
+    The notebook that uses it: ``04_where_does_the_time_go``.
+    """
+    with figure() as (fig, ax):
+        left = dict.fromkeys(rows, 0.0)
+        for color, part in zip(COLORS, next(iter(rows.values())), strict=True):
+            widths = [parts[part] for parts in rows.values()]
+            ax.barh(list(rows), widths, 0.6, list(left.values()), color=color, label=part)
+            left = {name: left[name] + parts[part] for name, parts in rows.items()}
+        ax.invert_yaxis()
+        ax.set_xlabel(xlabel)
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+        fig.set_figheight(1.6 + 0.4 * len(rows))
+    return fig
+
+
+def waterfall(seconds: Mapping[str, float], ylabel: str):
+    """What each change takes away from the time, or adds: the first bar is the baseline.
+
+    ``seconds`` maps a change's name to the time with it and all changes before. The last bar is
+    what remains. The notebook that uses it: ``04_where_does_the_time_go``.
+    """
+    (first, baseline), *changes = seconds.items()
+    with figure() as (fig, ax):
+        ax.bar(first, baseline, color=PREDICTION)
+        before = baseline
+        for name, after in changes:
+            color = COLORS[2] if after <= before else COLORS[1]
+            ax.bar(name, after - before, bottom=before, color=color)
+            label = f"{baseline / after:.1f}x"
+            ax.annotate(
+                label, (name, max(before, after)), (0, 3), textcoords="offset points", ha="center"
+            )
+            before = after
+        ax.bar("what remains", before, color=COLORS[0])
+        ax.tick_params(axis="x", rotation=30)
+        for tick in ax.get_xticklabels():
+            tick.set_horizontalalignment("right")
+        ax.grid(axis="x", visible=False)
+        ax.set(ylabel=ylabel, title="above each bar: times faster than the baseline so far")
+        fig.set_figwidth(2 + 0.9 * len(seconds))
+    return fig
+
+
 def cores(
     rows: Mapping[str, Sequence[int]], owners: Mapping[str, Collection[int]], title: str = ""
 ):

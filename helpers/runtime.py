@@ -242,6 +242,13 @@ def tune() -> str:
     return f"{kept}; {torch.get_num_threads()} threads"
 
 
+def memory() -> dict[str, int]:
+    """The bytes of memory that this process holds "now", and its "peak"."""
+    status = Path("/proc/self/status").read_text()
+    names = {"now": "VmRSS:", "peak": "VmHWM:"}
+    return {what: 1024 * int(status.partition(name)[2].split()[0]) for what, name in names.items()}
+
+
 class Rank:
     """An object in a process that can be pinned and watched, for a ``helpers.workers.Worker``.
 
@@ -277,12 +284,8 @@ class Rank:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
     def memory(self) -> dict[str, int]:
-        """The bytes of memory that it holds "now", and its "peak"."""
-        status = Path("/proc/self/status").read_text()
-        names = {"now": "VmRSS:", "peak": "VmHWM:"}
-        return {
-            what: 1024 * int(status.partition(name)[2].split()[0]) for what, name in names.items()
-        }
+        """``helpers.runtime.memory`` of its process."""
+        return memory()
 
     def has_loaded(self, library: str) -> bool:
         """Whether a shared library of this name is in its memory, by LD_PRELOAD for example."""

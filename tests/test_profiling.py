@@ -28,8 +28,9 @@ def run_of(task: str) -> FineTuning:
         ("aten::random_", "random numbers"),
         ("aten::copy_", "copies"),
         ("aten::fill_", "copies"),
-        ("aten::_fused_adamw_", "optimizer"),
+        ("torch_ipex::linear_backward", "matrix products"),
         ("Optimizer.step#AdamW.step", "optimizer"),
+        ("Optimizer.step: aten::mul_", "optimizer"),
         ("aten::linalg_vector_norm", "optimizer"),
         ("aten::gelu_backward", OTHER),
         ("AddmmBackward0", OTHER),
@@ -55,6 +56,9 @@ def test_a_profile_is_of_real_steps():
     assert len(run.losses) == 2
     assert found.kinds()["matrix products"] > 0
     assert all(seconds >= 0 for seconds in found.operators.values())
+    # multiplications of the optimizer are told from those of the model
+    assert found.operators["Optimizer.step: aten::addcdiv_"] > 0
+    assert "aten::addcdiv_" not in found.operators
 
 
 @pytest.mark.parametrize("task", ["mrpc", "squad"])
