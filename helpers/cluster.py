@@ -4,7 +4,7 @@ with Cluster("hosts", ranks_per_node=2) as cluster:
     cluster.table()
     cluster.view.apply_sync(train)
 
-The notebook that teaches it: ``05_a_cluster``.
+The notebook that teaches it: ``06_a_cluster``.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 Each rank takes its share of every batch, counts it at its true weight, and evaluates its share of
 the evaluation set, with nothing counted twice. The notebook that teaches it:
-``07_distributed_mrpc``.
+``08_distributed_mrpc``.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 
 ``python -m helpers.finetune --help`` runs one from the shell and prints its result as JSON; so does
 ``mpiexec -f hosts -n 8 -ppn 2 python -m helpers.finetune ...`` on several nodes
-(``07_distributed_mrpc``).
+(``08_distributed_mrpc``).
 """
 
 import argparse
@@ -401,11 +401,6 @@ class Race:
     losses: dict[str, list[float]]
     metrics: dict[str, dict[str, float]]
     remarks: list[str]
-
-
-def precision_variants() -> dict[str, Variant]:
-    """A variant for each precision that is available, with a stock loop."""
-    return {precision: Variant(precision) for precision in available_precisions()}
 
 
 def race(

@@ -3,7 +3,7 @@
 with Lab(3) as lab, Cluster(lab.hosts, 1, oversubscribe=True) as cluster:
     ...
 
-The notebook that teaches it: ``05_a_cluster``.
+The notebook that teaches it: ``06_a_cluster``.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Addresses, interfaces and ssh of a node, and what a link between two nodes gives.
 
 ``python -m helpers.network node1 node2`` measures and prints it. The notebook that uses it:
-``05_a_cluster``.
+``06_a_cluster``.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The nodes of a cluster: the hosts file, and whether each node can do its part.
 
 ``python -m helpers.nodes HOSTS`` checks the nodes of a hosts file. The notebook that teaches it:
-``05_a_cluster``.
+``06_a_cluster``.
 """
 
 import argparse

@@ -184,7 +184,7 @@ def cores(
 
     ``rows`` maps a row's name (a socket) to the numbers of its cores, ``owners`` a name (a rank) to
     the cores that it was given. A square with several owners is shared between their colours; one
-    without is white. The notebook that teaches it: ``04_threads_affinity_memory``.
+    without is white. The notebook that teaches it: ``05_threads_affinity_memory``.
     """
     from matplotlib.patches import Patch, Rectangle
 

@@ -1,7 +1,7 @@
 """Threads, affinity, allocator and communication variables of the ranks of one node.
 
 ``python -m helpers.runtime 2`` explains them for two ranks on this machine. The notebook that
-teaches them: ``04_threads_affinity_memory``.
+teaches them: ``05_threads_affinity_memory``.
 """
 
 import argparse
@@ -223,7 +223,7 @@ def explain(found: Mapping[str, Setting]) -> str:
 def tune() -> str:
     """Tunes this process for training; returns a line that says what was done.
 
-    Freed memory is kept, as notebook 04's variables for glibc do it, but without a new start:
+    Freed memory is kept, as notebook 05's variables for glibc do it, but without a new start:
     mallopt(3). And there is a thread a core, unless OMP_NUM_THREADS says otherwise. The notebooks
     that measure it: ``05_threads_affinity_memory``, ``04_where_does_the_time_go``.
     """

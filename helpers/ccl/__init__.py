@@ -5,7 +5,7 @@
     place = ccl.init()            # or ccl.init("gloo")
     torch.distributed.all_reduce(tensor)
 
-The notebook that teaches it: ``06_collectives``.
+The notebook that teaches it: ``07_collectives``.
 """
 
 import atexit

@@ -6,7 +6,7 @@
 // wait(), otherwise the engine's thread.
 //
 // Interfaces: torch's c10d/Backend.hpp and c10d/Work.hpp; oneCCL's API manual
-// (uxlfoundation.github.io/oneCCL). The notebook that teaches it: 06_collectives.
+// (uxlfoundation.github.io/oneCCL). The notebook that teaches it: 07_collectives.
 
 #include <oneapi/ccl.hpp>
 

@@ -1,6 +1,6 @@
 """Compiles the backend once and loads it: ``python -m helpers.ccl.build``.
 
-The notebook that uses it: ``06_collectives``.
+The notebook that uses it: ``07_collectives``.
 """
 
 import atexit

@@ -1,6 +1,6 @@
 """Which rank am I, and where do the others meet? Contradictions are refused.
 
-The notebook that teaches it: ``06_collectives``.
+The notebook that teaches it: ``07_collectives``.
 """
 
 import atexit

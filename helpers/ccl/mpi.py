@@ -1,6 +1,6 @@
 """Runs Python on several ranks of this machine, under Intel MPI's mpiexec.
 
-The notebook that uses it: ``06_collectives``.
+The notebook that uses it: ``07_collectives``.
 """
 
 import contextlib

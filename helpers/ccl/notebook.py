@@ -7,7 +7,7 @@
 
 Each rank is a fresh process that knows nothing of the notebook's variables. ``%%ranks 2 fails``
 is for a cell that shows a failure: it raises where the ranks end well. The notebook that teaches
-it: ``06_collectives``.
+it: ``07_collectives``.
 """
 
 import shlex

@@ -1,6 +1,6 @@
 """How long an all-reduce takes, over message sizes, on oneCCL and gloo side by side.
 
-The notebook that teaches it: ``06_collectives``.
+The notebook that teaches it: ``07_collectives``.
 """
 
 import argparse
