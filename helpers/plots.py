@@ -168,6 +168,7 @@ def waterfall(seconds: Mapping[str, float], ylabel: str):
             )
             before = after
         ax.bar("what remains", before, color=COLORS[0])
+        ax.set_ylim(0, 1.1 * max(seconds.values()))
         ax.tick_params(axis="x", rotation=30)
         for tick in ax.get_xticklabels():
             tick.set_horizontalalignment("right")

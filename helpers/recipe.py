@@ -8,10 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import Sampler
+
+from helpers.timing import compare
 
 BYTES = 256  # values of a random byte
 POOL = 50
+TRIALS = 5
 
 
 @dataclass(frozen=True)
@@ -20,17 +24,19 @@ class Recipe:
 
     ``padding`` is "fixed" (all to the longest that is allowed, as in the reference scripts),
     "batch" (to the longest of the batch) or "grouped" (the same, and a batch holds samples of
-    about the same length). ``fast_dropout`` draws dropout's random numbers a byte each.
-    ``attention_dropout`` is that of the attention weights, which keeps PyTorch from its fused
-    attention. ``fused_optimizer`` updates all weights in one pass over memory. ``bf16_weights``
-    computes with weights that are bf16 already, instead of rounding them in each step
-    (``MasterWeights``). ``tuned_process`` is ``helpers.runtime.tune``. ``compiled`` hands the model
-    to ``torch.compile``, which takes a minute.
+    about the same length). ``attention`` is PyTorch's "fused" kernel, "separate" products, or the
+    "faster" of the two in a trial (``faster_attention``); ``attention_dropout`` is the dropout of
+    attention weights, which the fused kernel does not know. ``fast_dropout`` draws dropout's random
+    numbers a byte each. ``fused_optimizer`` updates all weights in one pass over memory.
+    ``bf16_weights`` computes with weights that are bf16 already, instead of rounding them in each
+    step (``MasterWeights``). ``tuned_process`` is ``helpers.runtime.tune``. ``compiled`` hands the
+    model to ``torch.compile``, which takes a minute.
     """
 
     padding: str = "batch"
-    fast_dropout: bool = False
+    attention: str = "fused"
     attention_dropout: bool = True
+    fast_dropout: bool = False
     fused_optimizer: bool = False
     bf16_weights: bool = False
     tuned_process: bool = False
@@ -39,14 +45,19 @@ class Recipe:
     def __post_init__(self):
         if self.padding not in ("fixed", "batch", "grouped"):
             raise ValueError(f"padding {self.padding!r}: there are 'fixed', 'batch' and 'grouped'")
+        if self.attention not in ("fused", "separate", "faster"):
+            raise ValueError(
+                f"attention {self.attention!r}: there are 'fused', 'separate' and 'faster'"
+            )
 
 
 PLAIN = Recipe()
 PUBLISHED = Recipe(padding="fixed")
 FAST = Recipe(
     "grouped",
-    fast_dropout=True,
+    attention="faster",
     attention_dropout=False,
+    fast_dropout=True,
     fused_optimizer=True,
     bf16_weights=True,
     tuned_process=True,
@@ -104,10 +115,30 @@ def use_fast_dropout(model: torch.nn.Module) -> int:
 
 
 def without_attention_dropout(model: torch.nn.Module) -> None:
-    """Switches off the dropout of attention weights, which fused attention does not know."""
+    """Switches off the dropout of attention weights, in BERT and DistilBERT."""
     for module in model.modules():
-        if hasattr(module, "dropout_prob"):
-            module.dropout_prob = 0.0
+        if hasattr(module, "query") or hasattr(module, "q_lin"):
+            module.dropout.p = 0.0
+            module.dropout_prob = 0.0  # the fused variant reads this
+
+
+def faster_attention(config, batch_size: int, length: int, dtype: torch.dtype) -> str:
+    """Tries both kinds of attention without dropout, forward and backward: "fused" or "separate".
+
+    ``config`` is the model's; ``length`` is in tokens. Which one is faster depends on length, type
+    and CPU: for bf16, PyTorch 2.8's fused kernel needs AMX to be fast.
+    """
+    heads = config.num_attention_heads
+    shape = batch_size, length, heads, config.hidden_size // heads
+    q, k, v = (torch.randn(shape, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+
+    def separate():
+        weights = torch.softmax(q @ k.mT / shape[-1] ** 0.5, -1)
+        return weights @ v
+
+    kinds = {"fused": lambda: scaled_dot_product_attention(q, k, v), "separate": separate}
+    times = compare({kind: lambda f=f: f().sum().backward() for kind, f in kinds.items()}, TRIALS)
+    return min(kinds, key=times.median)
 
 
 class MasterWeights:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,15 +24,19 @@ from helpers.recipe import (
     MasterWeights,
     Recipe,
     compile_error,
+    faster_attention,
     question_loss,
     use_fast_dropout,
+    without_attention_dropout,
 )
 from helpers.workers import Worker
 
 
-def test_an_unknown_padding_is_refused():
+def test_an_unknown_padding_or_attention_is_refused():
     with pytest.raises(ValueError, match="'longest': there are 'fixed', 'batch' and 'grouped'"):
         Recipe(padding="longest")
+    with pytest.raises(ValueError, match="'flash': there are 'fused', 'separate' and 'faster'"):
+        Recipe(attention="flash")
 
 
 # ---------------------------------------------------------------- dropout
@@ -123,6 +128,45 @@ def test_grouped_batches_are_of_like_length_in_random_order():
     assert (longest.diff() > 0).float().mean().item() == pytest.approx(0.5, abs=0.15)
 
 
+# ---------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BertConfig(
+            hidden_size=32,
+            num_attention_heads=2,
+            num_hidden_layers=1,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.5,
+        ),
+        transformers.DistilBertConfig(
+            dim=32, n_heads=2, n_layers=1, dropout=0.0, attention_dropout=0.5
+        ),
+    ],
+    ids=["BERT", "DistilBERT"],
+)
+def test_attention_dropout_is_off_in_both_kinds_of_attention(config, implementation):
+    kind = transformers.AutoModel
+    model = kind.from_config(config, attn_implementation=implementation).train()
+    ids = torch.arange(20).view(2, 10)
+
+    def outputs():
+        return [model(ids).last_hidden_state for _ in range(2)]
+
+    assert not torch.equal(*outputs())
+    without_attention_dropout(model)
+    assert torch.equal(*outputs())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trial_chooses_a_kind_of_attention(dtype):
+    config = transformers.BertConfig(hidden_size=32, num_attention_heads=2)
+    assert faster_attention(config, 2, 16, dtype) in ("fused", "separate")
+
+
 # ---------------------------------------------------------------- question answering
 
 
@@ -205,6 +249,17 @@ def losses(task: str, recipe: Recipe, precision: str = "fp32", dropout: bool = F
 def test_pieces_without_random_parts_give_the_same_losses():
     fused = dataclasses.replace(PLAIN, fused_optimizer=True, attention_dropout=False)
     assert losses("mrpc", fused) == pytest.approx(losses("mrpc", PLAIN), rel=1e-3)
+
+
+@pytest.mark.parametrize("task", ["mrpc", "squad"])
+def test_both_kinds_of_attention_give_the_same_losses(task):
+    separate = dataclasses.replace(PLAIN, attention="separate")
+    assert losses(task, separate) == pytest.approx(losses(task, PLAIN), rel=1e-3)
+
+
+def test_the_result_says_which_attention_a_trial_chose():
+    run = trained("mrpc", dataclasses.replace(PLAIN, attention="faster"))
+    assert run.ran()["recipe"]["attention"] in ("fused", "separate")
 
 
 def test_padding_changes_nothing_but_the_speed_for_pairs():
