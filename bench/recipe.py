@@ -17,7 +17,7 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -27,7 +27,7 @@ from helpers import isa, models, plots, profiles
 from helpers.finetune import FineTuning, Variant, available_precisions, race
 from helpers.profiles import Task
 from helpers.profiling import peak_flops, product_flop, profile
-from helpers.recipe import FAST, PUBLISHED
+from helpers.recipe import FAST, PUBLISHED, one_by_one
 from helpers.runtime import memory
 from helpers.tables import Table
 from helpers.timing import Comparison, Stopwatch
@@ -45,6 +45,9 @@ VARIANTS = {
     "bf16, compiled": Variant("bf16", dataclasses.replace(PUBLISHED, compiled=True)),
     RECIPE: Variant("auto", FAST),
     CAPPED: Variant("auto", FAST, ICE_LAKE),
+}
+PIECES = {"published": Variant("auto", PUBLISHED)} | {
+    name: Variant("auto", recipe) for name, recipe in one_by_one().items()
 }
 # The published sizes (helpers/published.json); batches are smaller, so that a round is short here.
 SPEED = {
@@ -101,17 +104,17 @@ def random_model(task: str, folder: str) -> str:
     return folder
 
 
-def speed(task: str, settings: Task) -> dict:
+def speed(task: str, settings: Task, variants: dict[str, Variant]) -> dict:
     """Seconds an epoch, round by round, and what ``Measured`` finds, for each variant."""
     with ExitStack() as stack:
         workers = {}
-        for name, variant in VARIANTS.items():
+        for name, variant in variants.items():
             arguments = (task, settings, variant.precision, 0, True, None, variant.recipe)
             workers[name] = stack.enter_context(
                 Worker(name, Measured, *arguments, timeout=TIMEOUT, variables=variant.variables)
             )
             workers[name].call("warm_up")
-        seconds, flop = ({name: [] for name in VARIANTS} for _ in range(2))
+        seconds, flop = ({name: [] for name in variants} for _ in range(2))
         for turn in range(settings.epochs - 1):  # the last epoch is profiled
             print(f"{task}, speed: round {turn + 1}", flush=True)
             for name, worker in workers.items():
@@ -200,11 +203,17 @@ def write(results: dict, tables: list[tuple[str, Table]]) -> None:
             name: {kind: share * mean(its["seconds"]) for kind, share in its["shares"].items()}
             for name, its in results[task]["speed"].items()
         }
-        picture = io.BytesIO()
-        plots.stacked(parts, "seconds an epoch").savefig(picture, format="png")
-        coded = base64.b64encode(picture.getvalue()).decode()
+        pieces = results[task]["pieces"]
+        changes = {name: median(its["seconds"]) for name, its in pieces.items()}
         page += f"<h2>{task}</h2>{rows._repr_html_()}"
-        page += f'<img src="data:image/png;base64,{coded}">'
+        for figure in (
+            plots.stacked(parts, "seconds an epoch"),
+            plots.waterfall(changes, "seconds an epoch"),
+        ):
+            picture = io.BytesIO()
+            figure.savefig(picture, format="png")
+            coded = base64.b64encode(picture.getvalue()).decode()
+            page += f'<p><img src="data:image/png;base64,{coded}">'
     (BUILD / "recipe.html").write_text(page)
     print(f"{BUILD / 'recipe.json'}\n{BUILD / 'recipe.html'}")
 
@@ -229,9 +238,10 @@ def main() -> None:
                 epochs=options.rounds + 1,
                 model=random_model(task, folder),
             )
-            found = speed(task, settings)
+            found = speed(task, settings, VARIANTS)
+            pieces = speed(task, settings, PIECES)
         metrics = quality(task, options.seeds)
-        results[task] = {"speed": found, "metrics": metrics}
+        results[task] = {"speed": found, "pieces": pieces, "metrics": metrics}
         tables.append((task, table(task, found, metrics)))
         for row in tables[-1][1]:
             print(*(f"{column} {_short(value)}" for column, value in row.items()), sep=", ")
@@ -242,3 +252,7 @@ def main() -> None:
     if not isa.cpu_flags()["AMX bf16"]:
         print("The goals are for a CPU with AMX: this one has none.")
     sys.exit(f"{missed} goals missed" if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

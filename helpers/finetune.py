@@ -6,7 +6,6 @@
 """
 
 import argparse
-import dataclasses
 import datetime
 import importlib
 import importlib.util
@@ -16,7 +15,8 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from statistics import mean
 
 import torch
 from datasets import disable_progress_bars
@@ -38,6 +38,7 @@ from helpers.recipe import (
     MasterWeights,
     Recipe,
     compile_error,
+    fast_dropout_pays,
     faster_attention,
     question_loss,
     use_fast_dropout,
@@ -91,32 +92,32 @@ def prepare(model, optimizer, precision: str):
 def settle(precision: str, recipe: Recipe) -> tuple[str, Recipe, list[str]]:
     """What this machine can run of a precision and a recipe, and a line for each thing it can't.
 
-    "auto" is bf16 where the CPU has instructions for it, else fp32. bf16 weights are for bf16
-    alone: IPEX keeps some of its own. What is compiled has a dropout of its own, too. Raises
-    ValueError for an unknown precision.
+    "auto" is bf16 where the CPU has instructions for it, else fp32; it stands in for IPEX where
+    that is not installed. What has no meaning is left out without a line: bf16 weights in fp32 or
+    beside those of IPEX, which brings its own optimizer, too; a fast dropout in a compiled model.
+    Raises ValueError for an unknown precision.
     """
     if precision not in ("auto", *PRECISIONS):
         raise ValueError(f"precision {precision!r}: there are auto, {', '.join(PRECISIONS)}")
     remarks = []
-    if precision == "auto" and isa.native_bf16():
-        precision = "bf16"
-    elif precision == "auto":
-        precision = "fp32"
-        remarks.append("fp32: no bf16 instructions here, and emulated ones would be slower")
-    if precision not in available_precisions():
-        remarks.append(f"IPEX is not installed: stock bf16 instead of {precision}")
-        precision = "bf16"
+    if precision not in ("auto", *available_precisions()):
+        remarks.append("IPEX is not installed: stock PyTorch instead")
+        precision = "auto"
+    if precision == "auto":
+        precision = "bf16" if isa.native_bf16() else "fp32"
+        if precision == "fp32":
+            remarks.append("fp32: no bf16 instructions here, and emulated ones would be slower")
+    on_ipex = precision == "ipex-bf16"
     if recipe.compiled:
-        on_ipex = precision == "ipex-bf16"
         if error := "IPEX brings kernels of its own" if on_ipex else compile_error():
             remarks.append(f"not compiled: {error}")
-            recipe = dataclasses.replace(recipe, compiled=False)
+            recipe = replace(recipe, compiled=False)
+        else:
+            recipe = replace(recipe, fast_dropout=False)
+    if on_ipex:
+        recipe = replace(recipe, fused_optimizer=False)
     if precision != "bf16":
-        recipe = dataclasses.replace(recipe, bf16_weights=False)
-    if precision == "ipex-bf16":  # it brings an optimizer of its own, too
-        recipe = dataclasses.replace(recipe, fused_optimizer=False)
-    if recipe.compiled:
-        recipe = dataclasses.replace(recipe, fast_dropout=False)
+        recipe = replace(recipe, bf16_weights=False)
     return precision, recipe, remarks
 
 
@@ -186,37 +187,37 @@ class FineTuning:
         set_seed(seed)
         self.task, self.settings = task, settings
         self.precision, self.recipe, self.changed = settle(precision, recipe)
-        recipe = self.recipe
         self.ranks = Ranks.of(group)
         kind = "question" if task == "squad" else "pair"
         self.remarks: list[str] = []
-        if recipe.tuned_process:
-            self.remarks.append(f"this process: {runtime.tune()}")
         with self.ranks.one_after_the_first():
             self.dataset = data.load(
                 task, settings.data, settings.train_samples, settings.eval_samples, seed
             )
             self.remarks.append(self.dataset.source)
-            model, self.tokenizer = models.load(settings.model, kind, say=self.remarks.append)
+            model, self.tokenizer = models.load(settings.model, kind, self.remarks.append)
         train, self.evaluation_features = encode(self.dataset, task, self.tokenizer, settings)
-        if self._attention(model.config, train) == "separate":
+        if self.recipe.tuned_process:
+            self.remarks.append(f"this process: {runtime.tune()}")
+        lengths = [len(ids) for ids in train["input_ids"]]
+        self._try_kinds(model.config, settings.max_length if self._pads_all() else mean(lengths))
+        if self.recipe.attention == "separate":
             set_seed(seed)  # the same new head
             model, _ = models.load(settings.model, kind, lambda line: None, "eager")
         if not dropout:
             without_dropout(model)
-        if not recipe.attention_dropout:
+        if not self.recipe.attention_dropout:
             without_attention_dropout(model)
-        if recipe.fast_dropout:
+        if self.recipe.fast_dropout:
             use_fast_dropout(model)
         to_the_batch = DataCollatorWithPadding(self.tokenizer)
         to_the_limit = DataCollatorWithPadding(self.tokenizer, "max_length", settings.max_length)
-        self._collate = to_the_limit if recipe.padding == "fixed" else to_the_batch
+        self._collate = to_the_limit if self._pads_all() else to_the_batch
         # A question's logits are as long as its window: one length, so that they can be stacked.
         self._collate_evaluation = to_the_limit if task == "squad" else self._collate
         order = torch.Generator().manual_seed(seed)  # the same on all ranks
         together = settings.batch_size * self.ranks.size
-        if recipe.padding == "grouped":
-            lengths = [len(ids) for ids in train["input_ids"]]
+        if self.recipe.padding == "grouped":
             batches = GroupedBatches(lengths, together, order)
         else:
             batches = BatchSampler(RandomSampler(train, generator=order), together, drop_last=False)
@@ -224,8 +225,15 @@ class FineTuning:
         self.batches = DataLoader(
             train, batch_sampler=self._shares, generator=order, collate_fn=self._collate
         )
-        self._build(model.train())
-        self._training_model = torch.compile(self.model) if recipe.compiled else self.model
+        self._build(model.train(), recipe)
+        if not self.ranks.agree(repr((self.precision, self.recipe))):
+            raise RuntimeError(
+                f"rank {self.ranks.rank} would train in {self.precision} with {self.recipe}, other "
+                f"ranks otherwise: choose what runs on all of them. {' '.join(self.changed)}"
+            )
+        self._training_model = self.model
+        if self.recipe.compiled:
+            self._training_model = torch.compile(self.model)
         if self.ranks.size > 1:
             # every rank has the same buffers: nothing to send before each step
             self._training_model = DistributedDataParallel(
@@ -242,20 +250,25 @@ class FineTuning:
         # dropout, too, starts the same whatever was drawn before, and differs between ranks
         set_seed(seed + self.ranks.rank)
 
-    def _attention(self, config, train) -> str:
-        """The kind of attention for samples like these, the same on all ranks."""
-        kind = self.recipe.attention
-        if kind == "faster":
-            lengths = [len(ids) for ids in train["input_ids"]]
-            fixed = self.recipe.padding == "fixed"
-            length = self.settings.max_length if fixed else round(sum(lengths) / len(lengths))
-            dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
-            kind = faster_attention(config, self.settings.batch_size, length, dtype)
-            kind = self.ranks.gather([kind])[0]
-            self.recipe = dataclasses.replace(self.recipe, attention=kind)
-        return kind
+    def _pads_all(self) -> bool:
+        return self.recipe.padding == "fixed"
 
-    def _build(self, model) -> None:
+    def _try_kinds(self, config, length: float) -> None:
+        """Settles by trial what this machine decides: the kind of attention, and of dropout."""
+        size, recipe = (self.settings.batch_size, round(length)), self.recipe
+        dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
+        if recipe.attention == "faster" and recipe.attention_dropout:
+            # the fused kernel knows no dropout
+            recipe = replace(recipe, attention="separate" if recipe.fast_dropout else "fused")
+        elif recipe.attention == "faster":
+            recipe = replace(recipe, attention=faster_attention(config, *size, dtype))
+        if recipe.fast_dropout and not fast_dropout_pays(config, *size, dtype):
+            self.changed.append("stock dropout: a byte each is not faster here")
+            recipe = replace(recipe, fast_dropout=False)
+        # the same on all ranks
+        self.recipe = self.ranks.gather([recipe])[0]
+
+    def _build(self, model, wanted: Recipe) -> None:
         """Makes ``model`` ready for its precision, and its optimizer."""
         self.master = MasterWeights(model) if self.recipe.bf16_weights else None
         self.weights = self.master.exact if self.master else list(model.parameters())
@@ -265,15 +278,18 @@ class FineTuning:
             optimizer = torch.optim.AdamW(self.weights, fused=fused, **options)
         except RuntimeError as error:
             self.changed.append(f"optimizer not fused: {error}")
-            self.recipe = dataclasses.replace(self.recipe, fused_optimizer=False)
+            self.recipe = replace(self.recipe, fused_optimizer=False)
             optimizer = torch.optim.AdamW(self.weights, **options)
         try:
             self.model, self.optimizer = prepare(model, optimizer, self.precision)
         except Exception as error:  # IPEX refuses in many ways
             if self.precision != "ipex-bf16":
                 raise
-            self.changed.append(f"IPEX refuses ({type(error).__name__}: {error}): stock bf16")
-            self.precision, self.model, self.optimizer = "bf16", model, optimizer
+            self.changed.append(f"IPEX refuses, stock PyTorch instead: {error}")
+            tried = {name: getattr(self.recipe, name) for name in ("attention", "fast_dropout")}
+            self.precision, self.recipe, also = settle("auto", replace(wanted, **tried))
+            self.changed += also
+            self._build(model, wanted)
         else:
             if self.precision == "ipex-bf16":
                 self.weights = list(self.model.parameters())
@@ -315,15 +331,19 @@ class FineTuning:
         for _ in range(steps):
             step, batch = len(self.losses), self._next_batch()
             self.losses.append(self._backward(batch, self._shares.weight(step)))
-            if self.master:
-                self.master.take_gradients()
-            torch.nn.utils.clip_grad_norm_(self.weights, MAX_GRADIENT_NORM)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            if self.master:
-                self.master.round()
+            with torch.profiler.record_function("Optimizer.step"):
+                self._update()
             self.schedule.step()
             self.samples += self._shares.size(step)
+
+    def _update(self) -> None:
+        if self.master:
+            self.master.take_gradients()
+        torch.nn.utils.clip_grad_norm_(self.weights, MAX_GRADIENT_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.master:
+            self.master.round()
 
     def outputs(self) -> list[torch.Tensor]:
         """The model's outputs for all evaluation features, in fp32: logits, or start and end."""
@@ -362,8 +382,9 @@ class FineTuning:
 
     def save(self, folder: str) -> None:
         """Writes model and tokenizer, to be loaded by ``from_pretrained`` or ``helpers.models``."""
+        model = self.master.exact_model() if self.master else self.model
         # IPEX packs its weights: its state_dict unpacks them
-        self.model.save_pretrained(folder, state_dict=(self.master or self.model).state_dict())
+        model.save_pretrained(folder, state_dict=model.state_dict())
         self.tokenizer.save_pretrained(folder)
 
     def mean_losses(self) -> list[float]:

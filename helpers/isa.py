@@ -128,7 +128,7 @@ def native_bf16(flags: dict[str, bool] | None = None, cap: str | None = None) ->
     process's. oneDNN ignores a cap that it does not know, and so does this.
     """
     flags = cpu_flags() if flags is None else flags
-    cap = (os.environ.get("ONEDNN_MAX_CPU_ISA") if cap is None else cap) or ""
+    cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "") if cap is None else cap
     capped = cap.upper() in MAX_ISA[: MAX_ISA.index("AVX512_CORE_BF16")]
     return (flags["AVX-512 BF16"] or flags["AMX bf16"]) and not capped
 

@@ -4,8 +4,10 @@
 teaches each piece and measures it alone: ``04_where_does_the_time_go``.
 """
 
+import copy
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -53,16 +55,25 @@ class Recipe:
 
 PLAIN = Recipe()
 PUBLISHED = Recipe(padding="fixed")
-FAST = Recipe(
-    "grouped",
-    attention="faster",
-    attention_dropout=False,
-    fast_dropout=True,
-    fused_optimizer=True,
-    bf16_weights=True,
-    tuned_process=True,
-)
+PIECES = {
+    "grouped batches": {"padding": "grouped"},
+    "attention": {"attention": "faster", "attention_dropout": False},
+    "fast dropout": {"fast_dropout": True},
+    "fused optimizer": {"fused_optimizer": True},
+    "bf16 weights": {"bf16_weights": True},
+    "tuned process": {"tuned_process": True},
+}
 
+
+def one_by_one() -> dict[str, Recipe]:
+    """``PUBLISHED`` with one more of ``PIECES`` each time; the last one is ``FAST``."""
+    recipes, recipe = {}, PUBLISHED
+    for name, change in PIECES.items():
+        recipes[name] = recipe = replace(recipe, **change)
+    return recipes
+
+
+*_, FAST = one_by_one().values()
 RECIPES = {"published": PUBLISHED, "plain": PLAIN, "fast": FAST}
 
 
@@ -86,9 +97,8 @@ class _Dropout(torch.autograd.Function):
 class FastDropout(torch.nn.Module):
     """Dropout whose probability is rounded to a multiple of 1/256: 0.1 becomes 26/256 = 0.1016.
 
-    PyTorch's own draws 32 random bits or more for each element. What is kept is scaled by the
-    rounded probability, so the mean is right. Raises ValueError for a
-    probability outside of [0, 1).
+    PyTorch's own draws a random number for each element. What is kept is scaled by the rounded
+    probability, so the mean is right. Raises ValueError for a probability outside of [0, 1).
     """
 
     def __init__(self, p: float):
@@ -125,54 +135,84 @@ def without_attention_dropout(model: torch.nn.Module) -> None:
 def faster_attention(config, batch_size: int, length: int, dtype: torch.dtype) -> str:
     """Tries both kinds of attention without dropout, forward and backward: "fused" or "separate".
 
-    ``config`` is the model's; ``length`` is in tokens. Which one is faster depends on length, type
-    and CPU: for bf16, PyTorch 2.8's fused kernel needs AMX to be fast.
+    ``config`` is the model's; ``length`` is in tokens, a tenth of which are padding here. Which
+    kind is faster depends on length, type and CPU.
     """
     heads = config.num_attention_heads
     shape = batch_size, length, heads, config.hidden_size // heads
     q, k, v = (torch.randn(shape, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    mask = torch.zeros(batch_size, 1, length, length, dtype=dtype)
+    mask[..., length - length // 10 :] = torch.finfo(dtype).min
 
     def separate():
-        weights = torch.softmax(q @ k.mT / shape[-1] ** 0.5, -1)
+        weights = torch.softmax(q @ k.mT / shape[-1] ** 0.5 + mask, -1)
         return weights @ v
 
-    kinds = {"fused": lambda: scaled_dot_product_attention(q, k, v), "separate": separate}
-    times = compare({kind: lambda f=f: f().sum().backward() for kind, f in kinds.items()}, TRIALS)
-    return min(kinds, key=times.median)
+    kinds = {"fused": lambda: scaled_dot_product_attention(q, k, v, mask), "separate": separate}
+    return _fastest({kind: lambda f=f: f().sum().backward() for kind, f in kinds.items()})
+
+
+def fast_dropout_pays(config, batch_size: int, length: int, dtype: torch.dtype) -> bool:
+    """Tries both dropouts on a layer's values: whether a byte each is faster than PyTorch's own.
+
+    On Intel CPUs, PyTorch draws on all cores at once, with MKL. A byte each is drawn on one core.
+    """
+    values = torch.randn(batch_size, length, config.hidden_size, dtype=dtype)
+    kinds = {"stock": torch.nn.Dropout(0.1), "byte": FastDropout(0.1)}
+    return _fastest({name: lambda f=f: f(values) for name, f in kinds.items()}) == "byte"
+
+
+def _fastest(kinds) -> str:
+    return min(kinds, key=compare(kinds, TRIALS).median)
 
 
 class MasterWeights:
-    """Rounds a model's weights to bf16 and keeps them in fp32, for the optimizer.
+    """Rounds a model's linear layers to bf16, and keeps their weights in fp32 for the optimizer.
 
-    Autocast rounds all weights in every forward pass, and keeps what lies between two matrix
-    products in fp32. With bf16 weights nothing is left to round, and all of that is half as large.
-    ``exact`` are the fp32 weights, in the order of the model's parameters. Small updates add up in
-    them that a bf16 weight would lose (``02_bf16_and_amx``, section 4). Source: Micikevicius et al.
-    2018, "Mixed Precision Training", section 3.1.
+    Autocast rounds the weights in every forward pass, and keeps the sum that runs from layer to
+    layer in fp32, to be rounded for each product. With bf16 layers the weights are rounded once a
+    step, and that sum is bf16. Embeddings and normalisations still compute in fp32: their gradients
+    are sums over all tokens, which PyTorch would add up in bf16 (``02_bf16_and_amx``, section 4).
+
+    ``exact`` are the weights for the optimizer, all in fp32, in the order of the model's
+    parameters. Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
     """
 
     def __init__(self, model: torch.nn.Module):
-        self.exact = [weight.detach().clone().requires_grad_() for weight in model.parameters()]
-        self._names = [name for name, _ in model.named_parameters()]
-        self._model = model.to(torch.bfloat16)
+        self._model = model
+        named = list(model.named_parameters())
+        before = {name: weight.detach().clone() for name, weight in named}
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.to(torch.bfloat16)
+            elif isinstance(module, torch.nn.LayerNorm):
+                module.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+            if isinstance(module, torch.nn.LayerNorm | torch.nn.Embedding):
+                module.register_forward_hook(lambda module, inputs, output: output.bfloat16())
+        self._rounded = {name: w for name, w in named if w.dtype == torch.bfloat16}
+        self._exact = {name: before[name].requires_grad_() for name in self._rounded}
+        self.exact = [self._exact.get(name, weight) for name, weight in named]
 
     def take_gradients(self) -> None:
-        """Moves the gradients from the model to the fp32 weights."""
-        for exact, rounded in zip(self.exact, self._model.parameters(), strict=True):
-            exact.grad = None if rounded.grad is None else rounded.grad.float()
+        """Moves the gradients of bf16 weights to the fp32 ones."""
+        for name, rounded in self._rounded.items():
+            self._exact[name].grad = None if rounded.grad is None else rounded.grad.float()
             rounded.grad = None
 
     @torch.no_grad()
     def round(self) -> None:
         """Writes the fp32 weights into the model, rounded."""
-        torch._foreach_copy_(list(self._model.parameters()), self.exact)
+        torch._foreach_copy_(list(self._rounded.values()), list(self._exact.values()))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's, with its weights in fp32."""
-        exact = zip(self._names, self.exact, strict=True)
-        return self._model.state_dict() | {name: weight.detach() for name, weight in exact}
+    def exact_model(self) -> torch.nn.Module:
+        """A copy of the model in fp32, with the exact weights."""
+        model = copy.deepcopy(self._model).float()
+        exact = {name: weight.detach() for name, weight in self._exact.items()}
+        model.load_state_dict(exact, strict=False)
+        return model
 
 
+@functools.cache
 def compile_error() -> str | None:
     """Why ``torch.compile`` does not work here; None where it does. Takes some seconds."""
     try:

@@ -221,24 +221,28 @@ def explain(found: Mapping[str, Setting]) -> str:
 
 
 def tune() -> str:
-    """Tunes this process for training; returns a line that says what was done.
+    """Tunes this process for training, for good; returns a line that says what was done.
 
     Freed memory is kept, as notebook 05's variables for glibc do it, but without a new start:
-    mallopt(3). And there is a thread a core, unless OMP_NUM_THREADS says otherwise. The notebooks
-    that measure it: ``05_threads_affinity_memory``, ``04_where_does_the_time_go``.
+    mallopt(3). An allocator that was preloaded keeps its own ways. And there is a thread a core,
+    unless OMP_NUM_THREADS says otherwise. The notebook that measures it:
+    ``05_threads_affinity_memory``.
     """
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(hardware().usable))
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:
-        kept = "this C library has no mallopt: freed memory is given back"
-    else:
+    mapped = Path("/proc/self/maps").read_text()
+    other = next((name for name in ALLOCATORS if f"lib{name}" in mapped), None)
+    libc = ctypes.CDLL(None)
+    if other:
+        kept = f"{other} allocates"
+    elif hasattr(libc, "mallopt") and all(
+        libc.mallopt(option, value) for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1))
+    ):
         kept = "freed memory is kept"
-        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
-            mallopt(option, value)
+    else:
+        kept = "this C library can't be told to keep freed memory"
     return f"{kept}; {torch.get_num_threads()} threads"
 
 

@@ -122,6 +122,9 @@ def test_ranks_take_the_steps_of_one_and_score_the_same(alone, ranks, backend):
     assert together["fast"]["samples"] == alone["fast"]["samples"]
     assert alone["mrpc"]["samples"] == 38
     assert len(alone["mrpc"]["losses"]) == 8
+    assert len(together["refused"]) == ranks
+    assert "rank 0 would train in fp32" in together["refused"][0]
+    assert "rank 1 would train in bf16" in together["refused"][1]
     assert len(together["noticed"]) == ranks
     for rank, message in enumerate(together["noticed"]):
         assert f"rank {rank}: the ranks hold different weights" in message

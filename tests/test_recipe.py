@@ -1,6 +1,8 @@
 """Each piece of the recipe does what stock PyTorch does, faster or not."""
 
+import copy
 import dataclasses
+import json
 import os
 import shutil
 import sysconfig
@@ -206,8 +208,8 @@ def test_the_loss_does_not_depend_on_padding():
 
 
 def test_updates_that_bf16_would_lose_add_up():
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.ones_(model.weight)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+    torch.nn.init.ones_(model[0].weight)
     master = MasterWeights(model)
     optimizer = torch.optim.SGD(master.exact, lr=0.001)
     for _ in range(100):
@@ -215,13 +217,13 @@ def test_updates_that_bf16_would_lose_add_up():
         master.take_gradients()
         optimizer.step()
         master.round()
-    assert model.weight.dtype == torch.bfloat16  # 1 - 0.001 would be 1 in bf16
-    assert model.weight.item() == pytest.approx(0.9, rel=0.004)
-    assert master.state_dict()["weight"].item() == pytest.approx(0.9, rel=1e-5)
+    assert model[0].weight.dtype == torch.bfloat16  # 1 - 0.001 would be 1 in bf16
+    assert model[0].weight.item() == pytest.approx(0.9, rel=0.004)
+    assert master.exact_model()[0].weight.item() == pytest.approx(0.9, rel=1e-5)
 
 
 def test_gradients_move_and_are_not_summed_over_steps():
-    model = torch.nn.Linear(2, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1))
     master = MasterWeights(model)
     for _ in range(2):
         model(torch.tensor([[2.0, 3.0]], dtype=torch.bfloat16)).sum().backward()
@@ -230,14 +232,49 @@ def test_gradients_move_and_are_not_summed_over_steps():
         assert all(weight.grad is None for weight in model.parameters())
 
 
+def test_sums_over_many_tokens_are_not_lost():
+    torch.manual_seed(0)
+    ids, slopes = torch.randint(0, 2, (8192,)), torch.randn(8192, 16) / 1000 + 0.0002
+    exact = torch.nn.Sequential(torch.nn.Embedding(2, 16), torch.nn.LayerNorm(16)).double()
+    rounded = copy.deepcopy(exact).float()
+    weights = MasterWeights(rounded).exact
+    exact(ids).backward(slopes.double())
+    rounded(ids).backward(slopes.bfloat16())
+    for weight, right in zip(weights, exact.parameters(), strict=True):
+        # all in bf16, it would be wrong by a third
+        torch.testing.assert_close(weight.grad.double(), right.grad, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("task", ["mrpc", "squad"])
+def test_gradients_are_as_exact_as_those_of_autocast(task):
+    def gradients(precision, recipe):
+        run = FineTuning(task, small(task), precision, dropout=False, recipe=recipe)
+        inputs = next(iter(run.batches))
+        with finetune.autocast(precision):
+            run.model(**inputs).loss.backward()
+        if run.master:
+            run.master.take_gradients()
+        return [weight.grad for weight in run.weights]
+
+    exact = gradients("fp32", PLAIN)
+    stock = gradients("bf16", PLAIN)
+    ours = gradients("bf16", dataclasses.replace(PLAIN, bf16_weights=True))
+    largest = max(weight.norm() for weight in exact)
+    for right, autocast, rounded in zip(exact, stock, ours, strict=True):
+        noise = (autocast - right).norm() + 0.001 * largest
+        assert (rounded - right).norm() < 3 * noise
+
+
 # ---------------------------------------------------------------- whole trainings
 
 
+def small(task: str):
+    settings = getattr(profiles.load("laptop"), task)
+    return dataclasses.replace(settings, train_samples=32, eval_samples=8, batch_size=8)
+
+
 def trained(task: str, recipe: Recipe, precision: str = "fp32", dropout: bool = False):
-    settings = dataclasses.replace(
-        getattr(profiles.load("laptop"), task), train_samples=32, eval_samples=8, batch_size=8
-    )
-    run = FineTuning(task, settings, precision, dropout=dropout, recipe=recipe)
+    run = FineTuning(task, small(task), precision, dropout=dropout, recipe=recipe)
     run.train(4)
     return run
 
@@ -266,6 +303,11 @@ def test_padding_changes_nothing_but_the_speed_for_pairs():
     assert losses("mrpc", PUBLISHED) == pytest.approx(losses("mrpc", PLAIN), rel=1e-3)
 
 
+def test_the_whole_recipe_takes_the_steps_of_a_plain_one_to_bf16_rounding():
+    alike = dataclasses.replace(FAST, padding="batch")
+    assert losses("mrpc", alike, "bf16") == pytest.approx(losses("mrpc", PLAIN), rel=0.05)
+
+
 def test_bf16_weights_take_the_steps_of_autocast_to_bf16_rounding():
     rounded = dataclasses.replace(PLAIN, bf16_weights=True)
     for task in ("mrpc", "squad"):
@@ -279,7 +321,8 @@ def test_a_model_with_bf16_weights_is_saved_in_fp32(tmp_path):
     loaded, _ = models.load(str(tmp_path), "pair")
     for saved, exact in zip(loaded.parameters(), run.weights, strict=True):
         assert torch.equal(saved, exact)
-    assert not torch.equal(run.weights[0], run.weights[0].bfloat16().float())
+    assert any(not torch.equal(exact, exact.bfloat16().float()) for exact in run.weights)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_the_whole_recipe_trains_with_dropout():
@@ -297,6 +340,27 @@ def test_auto_is_bf16_where_it_is_native_and_says_so_where_not(monkeypatch):
     precision, recipe, said = settle("auto", FAST)
     assert (precision, recipe.bf16_weights) == ("fp32", False)
     assert said == ["fp32: no bf16 instructions here, and emulated ones would be slower"]
+
+
+@pytest.mark.parametrize(
+    ("dropout", "fast", "expected"),
+    [(True, True, "separate"), (True, False, "fused"), (False, True, "tried")],
+)
+def test_attention_with_dropout_is_never_fused_where_dropout_is_fast(
+    monkeypatch, dropout, fast, expected
+):
+    monkeypatch.setattr(finetune, "faster_attention", lambda *arguments: "tried")
+    monkeypatch.setattr(finetune, "fast_dropout_pays", lambda *arguments: True)
+    monkeypatch.setattr(Recipe, "__post_init__", lambda recipe: None)
+    wanted = Recipe(attention="faster", attention_dropout=dropout, fast_dropout=fast)
+    assert FineTuning("mrpc", small("mrpc"), recipe=wanted).recipe.attention == expected
+
+
+def test_where_a_fast_dropout_is_not_faster_the_stock_one_runs(monkeypatch):
+    monkeypatch.setattr(finetune, "fast_dropout_pays", lambda *arguments: False)
+    run = FineTuning("mrpc", small("mrpc"), recipe=Recipe(fast_dropout=True))
+    assert not any(isinstance(module, FastDropout) for module in run.model.modules())
+    assert run.changed == ["stock dropout: a byte each is not faster here"]
 
 
 def test_a_capped_process_trains_in_fp32():
@@ -326,22 +390,27 @@ def test_without_a_compiler_nothing_is_compiled():
     assert said[0].startswith("not compiled: ") and "compiler" in said[0] and "\n" not in said[0]
 
 
-def test_without_ipex_stock_bf16_runs_and_the_result_says_so(monkeypatch):
+def test_without_ipex_stock_pytorch_runs_and_the_result_says_so(monkeypatch):
     monkeypatch.setattr(finetune, "available_precisions", lambda: ("fp32", "bf16"))
+    monkeypatch.setattr(isa, "native_bf16", lambda: True)
     run = trained("mrpc", PLAIN, "ipex-bf16")
     assert run.ran()["precision"] == "bf16"
-    assert run.ran()["changed"] == ["IPEX is not installed: stock bf16 instead of ipex-bf16"]
+    assert run.ran()["changed"] == ["IPEX is not installed: stock PyTorch instead"]
 
 
-def test_where_ipex_refuses_stock_bf16_runs(monkeypatch):
+@pytest.mark.parametrize(("native", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_where_ipex_refuses_the_whole_recipe_runs_without_it(monkeypatch, native, precision):
     def refuse(*arguments, **options):
         raise AssertionError("BF16 weight prepack needs avx512bw")
 
     monkeypatch.setattr(finetune, "available_precisions", lambda: finetune.PRECISIONS)
     monkeypatch.setattr(finetune, "import_ipex", lambda: SimpleNamespace(optimize=refuse))
-    run = trained("mrpc", PLAIN, "ipex-bf16")
-    assert run.ran()["precision"] == "bf16"
-    assert "prepack needs avx512bw" in run.ran()["changed"][0]
+    monkeypatch.setattr(isa, "native_bf16", lambda: native)
+    run = trained("mrpc", FAST, "ipex-bf16")
+    ran = run.ran()
+    assert ran["precision"] == precision
+    assert "prepack needs avx512bw" in ran["changed"][0]
+    assert ran["recipe"]["fused_optimizer"] and ran["recipe"]["bf16_weights"] is native
 
 
 def test_where_the_optimizer_is_not_fused_the_stock_one_runs(monkeypatch):

@@ -3,11 +3,13 @@
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 
 import torch
 
 from helpers import ccl, profiles
+from helpers.distributed import Ranks
 from helpers.finetune import FineTuning
 from helpers.recipe import FAST
 
@@ -57,7 +59,18 @@ def noticed(run: FineTuning) -> list[str]:
     return run.ranks.gather(said)
 
 
+def refused(size, rank: int) -> list[str]:
+    """One rank wants another precision than the others: what do all ranks say to that?"""
+    said = []
+    try:
+        FineTuning("mrpc", size, "bf16" if rank else "fp32")
+    except RuntimeError as error:
+        said = [str(error)]
+    return Ranks.of().gather(said)
+
+
 if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # else the recipe takes all cores
     torch.set_num_threads(1)
     place = ccl.init(sys.argv[1]).place
     found = {}
@@ -66,6 +79,7 @@ if __name__ == "__main__":
         found[task] = train(run)
     found["noticed"] = noticed(run)
     size = settings("mrpc", place.world_size)
+    found["refused"] = refused(size, place.rank)
     found["fast"] = train(FineTuning("mrpc", size, "bf16", dropout=False, recipe=FAST))
     if place.rank == 0:
         sys.stdout.write(json.dumps(found) + "\n")
