@@ -138,7 +138,7 @@ def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str):
     """
     with figure() as (fig, ax):
         left = dict.fromkeys(rows, 0.0)
-        for color, part in zip(COLORS, next(iter(rows.values())), strict=True):
+        for color, part in zip(COLORS, next(iter(rows.values())), strict=False):
             widths = [parts[part] for parts in rows.values()]
             ax.barh(list(rows), widths, 0.6, list(left.values()), color=color, label=part)
             left = {name: left[name] + parts[part] for name, parts in rows.items()}

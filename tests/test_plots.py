@@ -57,3 +57,20 @@ def test_figures_are_closed_and_leave_the_readers_style_alone():
     plots.curves([1, 2], {"a": [1, 2]}, "x", "y", log=True)
     assert plt.get_fignums() == []
     assert plt.rcParams["axes.grid"] == before
+
+
+def test_stacked_bars_end_where_their_parts_add_up():
+    rows = {"one": {"a": 1.0, "b": 2.0}, "two": {"a": 0.5, "b": 0.0}}
+    (axes,) = plots.stacked(rows, "s").axes
+    ends = [
+        max(bar.get_x() + bar.get_width() for bar in bars)
+        for bars in zip(*axes.containers, strict=True)
+    ]
+    assert ends == [3.0, 0.5]
+
+
+def test_a_waterfall_ends_with_what_remains():
+    (axes,) = plots.waterfall({"base": 8.0, "better": 3.0, "worse": 4.0}, "s").axes
+    bars = [(bar.get_y(), bar.get_height()) for bar in axes.patches]
+    assert bars == [(0, 8.0), (8.0, -5.0), (3.0, 1.0), (0, 4.0)]
+    assert [text.get_text() for text in axes.texts] == ["2.7x", "2.0x"]
