@@ -254,19 +254,21 @@ class FineTuning:
         return self.recipe.padding == "fixed"
 
     def _try_kinds(self, config, length: float) -> None:
-        """Settles by trial what this machine decides: the kind of attention, and of dropout."""
+        """Settles by trial on rank 0 what a machine decides: the kind of attention, of dropout."""
         size, recipe = (self.settings.batch_size, round(length)), self.recipe
         dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
-        if recipe.attention == "faster" and recipe.attention_dropout:
+        attention, fast_dropout = recipe.attention, recipe.fast_dropout
+        if attention == "faster" and recipe.attention_dropout:
             # the fused kernel knows no dropout
-            recipe = replace(recipe, attention="separate" if recipe.fast_dropout else "fused")
-        elif recipe.attention == "faster":
-            recipe = replace(recipe, attention=faster_attention(config, *size, dtype))
-        if recipe.fast_dropout and not fast_dropout_pays(config, *size, dtype):
+            attention = "separate" if fast_dropout else "fused"
+        elif attention == "faster":
+            attention = faster_attention(config, *size, dtype)
+        if fast_dropout:
+            fast_dropout = fast_dropout_pays(config, *size, dtype)
+        attention, fast_dropout = self.ranks.gather([(attention, fast_dropout)])[0]
+        if recipe.fast_dropout and not fast_dropout:
             self.changed.append("stock dropout: a byte each is not faster here")
-            recipe = replace(recipe, fast_dropout=False)
-        # the same on all ranks
-        self.recipe = self.ranks.gather([recipe])[0]
+        self.recipe = replace(recipe, attention=attention, fast_dropout=fast_dropout)
 
     def _build(self, model, wanted: Recipe) -> None:
         """Makes ``model`` ready for its precision, and its optimizer."""
