@@ -1,5 +1,6 @@
 """The benchmark of the recipe: what it says about planted results."""
 
+import json
 import subprocess
 import sys
 
@@ -78,3 +79,21 @@ def test_it_runs_from_the_shell():
     command = [sys.executable, "-m", "bench.recipe", "--help"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert "COURSE_DATA" in said and "--seeds" in said
+
+
+def test_too_few_rounds_or_seeds_are_refused_before_anything_runs():
+    command = [sys.executable, "-m", "bench.recipe", "--seeds", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert "3 rounds and 2 seeds, or more" in ran.stderr
+
+
+def test_results_are_written_as_json_and_a_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "BUILD", tmp_path / "build")
+    speed, scores = found(GOOD), metrics([89, 90, 91])
+    pieces = {name: speed[recipe.RECIPE] for name in recipe.PIECES}
+    results = {"squad": {"speed": speed, "pieces": pieces, "metrics": scores}}
+    recipe.write(results, [("squad", recipe.table("squad", speed, scores))])
+    assert json.loads((tmp_path / "build/recipe.json").read_text()) == results
+    page = (tmp_path / "build/recipe.html").read_text()
+    assert page.count("<table>") == 1 and page.count("data:image/png") == 2
