@@ -6,6 +6,7 @@ teaches each piece and measures it alone: ``04_where_does_the_time_go``.
 
 import copy
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -215,6 +216,8 @@ class MasterWeights:
 @functools.cache
 def compile_error() -> str | None:
     """Why ``torch.compile`` does not work here; None where it does. Takes some seconds."""
+    if " " in sys.prefix:
+        return f"torch.compile needs a path without a space, unlike {sys.prefix}"
     try:
         torch.compile(lambda x: x + 1)(torch.ones(2))
     except RuntimeError as error:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
@@ -380,6 +381,12 @@ class Settled:
         return settle(precision, recipe)
 
 
+def test_torch_can_not_compile_under_a_path_with_a_space(monkeypatch):
+    monkeypatch.setattr(sys, "prefix", "/tmp/my course/.venv")
+    assert "unlike /tmp/my course/.venv" in compile_error.__wrapped__()
+
+
+@pytest.mark.skipif(" " in sys.prefix, reason="the space is the first obstacle")
 def test_without_a_compiler_nothing_is_compiled():
     compiled = dataclasses.replace(FAST, compiled=True)
     variables = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
@@ -429,8 +436,9 @@ def test_where_the_optimizer_is_not_fused_the_stock_one_runs(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(
     not shutil.which(os.environ.get("CXX", "g++"))
-    or not Path(sysconfig.get_path("include"), "Python.h").exists(),
-    reason="torch.compile needs a C++ compiler and Python's headers",
+    or not Path(sysconfig.get_path("include"), "Python.h").exists()
+    or " " in sys.prefix,
+    reason="torch.compile needs a C++ compiler, Python's headers, and a path without a space",
 )
 def test_a_compiled_training_takes_the_steps_of_an_eager_one():
     assert compile_error() is None
