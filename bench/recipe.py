@@ -35,7 +35,6 @@ from helpers.recipe import FAST, PUBLISHED, one_by_one
 from helpers.runtime import memory
 from helpers.tables import Table
 from helpers.timing import MINIMUM_REPEATS, Comparison, Stopwatch
-from helpers.workers import Worker
 
 BUILD = Path(__file__).resolve().parent.parent / "build"
 TIMEOUT = 1800
@@ -63,8 +62,9 @@ SPEED = {
 }
 EPOCHS = {"squad": 3, "mrpc": 2}  # what the small encoder needs to learn the built-in sets
 METRICS = {"squad": "f1", "mrpc": "accuracy"}
-# times the published fp32 recipe, on two cores with AMX; share of the step at the products' peak
 ANSWERS = {True: "reached", False: "MISSED", None: "CAN'T TELL from these runs"}
+# times the published fp32 recipe, on two cores with AMX; share of the step at the products' peak;
+# points
 GOALS, PEAK_GOAL, METRIC_GOAL = {"squad": 8.0, "mrpc": 5.0}, 0.6, 0.5
 
 
@@ -117,9 +117,8 @@ def speed(task: str, settings: Task, variants: dict[str, Variant]) -> dict:
     with ExitStack() as stack:
         workers = {}
         for name, variant in variants.items():
-            arguments = (task, settings, variant.precision, 0, True, None, variant.recipe)
             workers[name] = stack.enter_context(
-                Worker(name, Measured, *arguments, timeout=TIMEOUT, variables=variant.variables)
+                variant.worker(name, task, settings, timeout=TIMEOUT, kind=Measured)
             )
             workers[name].call("epoch")  # warms up
         seconds, flop = ({name: [] for name in variants} for _ in range(2))

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from statistics import mean
 
 import torch
@@ -199,8 +200,8 @@ class FineTuning:
         train, self.evaluation_features = encode(self.dataset, task, self.tokenizer, settings)
         if self.recipe.tuned_process:
             self.remarks.append(f"this process: {runtime.tune()}")
-        lengths = [len(ids) for ids in train["input_ids"]]
-        self._try_kinds(model.config, settings.max_length if self._pads_all() else mean(lengths))
+        self._train = train
+        self._try_kinds(model.config)
         if self.recipe.attention == "separate":
             set_seed(seed)  # the same new head
             model, _ = models.load(settings.model, kind, lambda line: None, "eager")
@@ -218,7 +219,7 @@ class FineTuning:
         order = torch.Generator().manual_seed(seed)  # the same on all ranks
         together = settings.batch_size * self.ranks.size
         if self.recipe.padding == "grouped":
-            batches = GroupedBatches(lengths, together, order)
+            batches = GroupedBatches(self._lengths, together, order)
         else:
             batches = BatchSampler(RandomSampler(train, generator=order), together, drop_last=False)
         self._shares = Shares(batches, self.ranks)
@@ -253,18 +254,28 @@ class FineTuning:
     def _pads_all(self) -> bool:
         return self.recipe.padding == "fixed"
 
-    def _try_kinds(self, config, length: float) -> None:
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Tokens of each training sample; takes a while for a large set."""
+        return [len(ids) for ids in self._train["input_ids"]]
+
+    def _try_kinds(self, config) -> None:
         """Settles by trial on rank 0 what a machine decides: the kind of attention, of dropout."""
-        size, recipe = (self.settings.batch_size, round(length)), self.recipe
-        dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
+        recipe = self.recipe
+
+        def size() -> tuple[int, int, torch.dtype]:
+            length = self.settings.max_length if self._pads_all() else round(mean(self._lengths))
+            dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
+            return self.settings.batch_size, length, dtype
+
         attention, fast_dropout = recipe.attention, recipe.fast_dropout
         if attention == "faster" and recipe.attention_dropout:
             # the fused kernel knows no dropout
             attention = "separate" if fast_dropout else "fused"
         elif attention == "faster":
-            attention = faster_attention(config, *size, dtype)
+            attention = faster_attention(config, *size())
         if fast_dropout:
-            fast_dropout = fast_dropout_pays(config, *size, dtype)
+            fast_dropout = fast_dropout_pays(config, *size())
         attention, fast_dropout = self.ranks.gather([(attention, fast_dropout)])[0]
         if recipe.fast_dropout and not fast_dropout:
             self.changed.append("stock dropout: a byte each is not faster here")
@@ -429,6 +440,19 @@ class Variant:
     recipe: Recipe = PLAIN
     variables: Mapping[str, str] = field(default_factory=dict)
 
+    def worker(
+        self,
+        name: str,
+        task: str,
+        settings: Task,
+        seed: int = 0,
+        timeout: float = 300,
+        kind: type[FineTuning] = FineTuning,
+    ) -> Worker:
+        """Starts the training, a ``kind`` of FineTuning, in a fresh process."""
+        build = partial(kind, task, settings, self.precision, seed, recipe=self.recipe)
+        return Worker(name, build, timeout=timeout, variables=self.variables)
+
 
 @dataclass(frozen=True)
 class Race:
@@ -460,14 +484,7 @@ def race(
     """
     with ExitStack() as stack:
         runs = {
-            name: stack.enter_context(
-                Worker(
-                    *(name, FineTuning, task, settings, variant.precision, seed),
-                    *(True, None, variant.recipe),
-                    timeout=timeout,
-                    variables=variant.variables,
-                )
-            )
+            name: stack.enter_context(variant.worker(name, task, settings, seed, timeout))
             for name, variant in variants.items()
         }
         steps = min(worker.call("remaining_steps") for worker in runs.values())

@@ -232,8 +232,7 @@ def tune() -> str:
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(hardware().usable))
-    mapped = Path("/proc/self/maps").read_text()
-    other = next((name for name in ALLOCATORS if f"lib{name}" in mapped), None)
+    other = next((name for name in ALLOCATORS if has_loaded(f"lib{name}")), None)
     libc = ctypes.CDLL(None)
     if other:
         kept = f"{other} allocates"
@@ -244,6 +243,11 @@ def tune() -> str:
     else:
         kept = "this C library can't be told to keep freed memory"
     return f"{kept}; {torch.get_num_threads()} threads"
+
+
+def has_loaded(library: str) -> bool:
+    """Whether a shared library of this name is in memory, by LD_PRELOAD for example."""
+    return library in Path("/proc/self/maps").read_text()
 
 
 def memory() -> dict[str, int]:
@@ -292,8 +296,8 @@ class Rank:
         return memory()
 
     def has_loaded(self, library: str) -> bool:
-        """Whether a shared library of this name is in its memory, by LD_PRELOAD for example."""
-        return library in Path("/proc/self/maps").read_text()
+        """``helpers.runtime.has_loaded`` in its process."""
+        return has_loaded(library)
 
     def __getattr__(self, name: str):
         if self._object is None:
