@@ -14,7 +14,7 @@ import torch
 # What an operator does, by its name; the first that fits counts. IPEX has operators of its own.
 KINDS = {
     "matrix products": r"\b(mm|addmm|bmm|baddbmm)\b|linear_backward|ipex_linear|mkldnn.*linear",
-    "fused attention": r"scaled_dot_product",
+    "fused attention": r"flash_attention",
     "optimizer": r"^Optimizer\.step|linalg_vector_norm",
     "random numbers": r"bernoulli|random_",
     "copies": r"copy_|fill_|zero_|\bcat\b",
