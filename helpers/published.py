@@ -1,7 +1,7 @@
 """Numbers that others published, with their sources; nothing here was measured by the course.
 
-They live in published.json. The notebooks that use them: ``01_what_can_this_cpu_do`` (instances)
-and ``02_bf16_and_amx`` (runs).
+They live in published.json. The notebooks that use them: ``01_what_can_this_cpu_do`` (instances),
+``02_bf16_and_amx`` (runs) and ``10_scaling`` (networks).
 """
 
 import json
@@ -60,3 +60,19 @@ def runs(task: str) -> Table:
     if not found:
         raise KeyError(f"no published runs of {task!r}; there are squad, mrpc and qqp")
     return found
+
+
+def gradient_bytes(model: str) -> float:
+    """Bytes of a published model's gradients in fp32."""
+    return 4 * json.loads(FILE.read_text())["parameters"][model]["parameters"]
+
+
+def samples(task: str) -> int:
+    """Training samples of "squad" (questions), "mrpc" or "qqp"."""
+    return json.loads(FILE.read_text())["workloads"][task]["samples"]
+
+
+def networks() -> dict[str, float]:
+    """Bytes/s that a cloud says of its networks, by what it says it of."""
+    found = json.loads(FILE.read_text())["networks"]
+    return {name: its["gbit"] * 1e9 / 8 for name, its in found.items()}

@@ -9,7 +9,9 @@ from helpers.isa import FLAGS, bf16_tier
 def test_every_number_has_a_source():
     data = json.loads(published.FILE.read_text())
     assert data["generations"]["source"]
-    for entry in data["instances"] + data["runs"]:
+    groups = (data["workloads"], data["parameters"], data["networks"])
+    entries = [entry for group in groups for entry in group.values()]
+    for entry in data["instances"] + data["runs"] + entries:
         assert entry["source"].startswith("https://")
 
 
