@@ -30,8 +30,8 @@ from helpers.nodes import SPACE, ClusterError, Survey, read_hosts, survey
 from helpers.tables import Table
 
 STOP_SECONDS = 5
-STACK_SECONDS = 3
-FRAME = re.compile(r'^\[(\d+)\]   File "(.+)", line (\d+) in (.+)$', re.M)
+STACK_SECONDS = 5
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = (sys.executable, "-m", "helpers.engine")
 
@@ -53,6 +53,18 @@ def _place() -> dict:
         "nic": network.interface_towards(location),
         "pid": os.getpid(),
     }
+
+
+def by_rank(output: str) -> dict[int, str]:
+    """What each rank wrote, out of what ``mpiexec -l`` made of it.
+
+    mpiexec puts "[rank] " before each piece that it reads, also where that is half a line.
+    """
+    texts: dict[int, str] = {}
+    _, *pieces = re.split(r"\[(\d+)\] ", output)
+    for rank, piece in zip(pieces[::2], pieces[1::2], strict=True):
+        texts[int(rank)] = texts.get(int(rank), "") + piece
+    return texts
 
 
 class Cluster:
@@ -101,7 +113,7 @@ class Cluster:
         """Where each rank is at this moment: what a hang looks like from inside.
 
         A row for each rank with its calls, from the innermost to the cell's line; "idle" for one
-        that waits for a cell, and "no answer" for one that doesn't tell within 3 seconds.
+        that waits for a cell, and "no answer" for one that doesn't tell within 5 seconds.
         Raises ClusterError where there are no ranks any more.
         """
         if not self.client:
@@ -110,16 +122,18 @@ class Cluster:
             raise ClusterError(f"the ranks have ended. {self._log()}")
         skip = len(self._output())
         self.client.send_signal(signal.SIGUSR1, block=False)
-        frames: dict[int, list[str]] = {}
         deadline = time.monotonic() + STACK_SECONDS
-        while time.monotonic() < deadline and len(frames) < self.world_size:
-            time.sleep(0.3)  # so that what has begun to come is complete
-            frames = {}
-            for rank, path, line, name in FRAME.findall(self._output()[skip:]):
-                frames.setdefault(int(rank), []).append(f"{path}:{line} {name}")
+        output, before, written = "", None, {}
+        # until all have answered, and what had begun to come is complete
+        while time.monotonic() < deadline and (output != before or len(written) < self.world_size):
+            time.sleep(0.3)
+            before, output = output, self._output()[skip:]
+            written = {rank: text for rank, text in by_rank(output).items() if FRAME.search(text)}
         rows = Table()
         for rank in range(self.world_size):
-            calls = frames.get(rank, [])
+            calls = [
+                f"{path}:{line} {name}" for path, line, name in FRAME.findall(written.get(rank, ""))
+            ]
             in_cell = [i for i, call in enumerate(calls) if "/ipykernel_" in call]  # a cell's file
             where = "idle" if calls else "no answer"
             if in_cell:

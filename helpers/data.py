@@ -5,9 +5,12 @@ The notebook that uses them first: ``03_finetune_one_node``.
 
 import os
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import datasets
+from datasets.fingerprint import Hasher, get_temporary_cache_files_directory
 
 from helpers import hub, miniature, official
 from helpers.official import DataError
@@ -78,7 +81,36 @@ def _built_in(task: str) -> tuple[list[dict], list[dict], str]:
     return make(False), make(True), "a miniature set made by the course's code, not the real one"
 
 
-def _from_folder(task: str, name: str) -> tuple[list[dict], list[dict], str]:
+def _key(task: str, file: Path, part: int) -> str:
+    """Stands for all that decides a set's rows: the file's content, and the code that reads it."""
+    reader = Path(official.__file__).read_bytes()
+    with file.open("rb") as content:
+        return Hasher.hash_bytes(chain([reader, f"{_features(task)} {part}".encode()], content))
+
+
+def _mapped(task: str, files: list[Path], keys: list[str], cache: str) -> list[datasets.Dataset]:
+    """Training and evaluation set, each in a file that is mapped into memory, not read into it.
+
+    A set whose file stands in the folder ``cache`` already is not read again. Where several
+    processes want the same one, the first of them writes it, and the others wait. What is half
+    written has another name.
+    """
+    datasets.disable_progress_bars()
+    try:
+        return [
+            datasets.Dataset.from_generator(
+                partial(official.rows, task, files, part),
+                features=_features(task),
+                cache_dir=cache,
+                fingerprint=key,
+            )
+            for part, key in enumerate(keys)
+        ]
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ from None
+
+
+def _from_folder(task: str, name: str) -> tuple[datasets.Dataset, datasets.Dataset, str]:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise DataError(
@@ -86,9 +118,16 @@ def _from_folder(task: str, name: str) -> tuple[list[dict], list[dict], str]:
             '"builtin", "hub", "auto" or a folder with the official files'
         )
     try:
-        return official.read(task, folder)
+        files, said = official.find(task, folder)
+        keys = [_key(task, file, part) for part, file in enumerate(files)]
     except OSError as error:
         raise DataError(f"{error.filename} can't be read: {error.strerror}") from error
+    cache = str(datasets.config.HF_DATASETS_CACHE)
+    try:
+        return *_mapped(task, files, keys, cache), said
+    except OSError as error:
+        said += f", copied to a temporary folder: {cache} can't be written ({error.strerror})"
+        return *_mapped(task, files, keys, get_temporary_cache_files_directory()), said
 
 
 def _read(task: str, source: str):

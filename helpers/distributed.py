@@ -6,13 +6,44 @@ the evaluation set, with nothing counted twice. The notebook that teaches it:
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, Sampler
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How ranks share what they learnt. Raises ValueError for counts below 1, or what can't be.
+
+    Gradients are summed in buckets of ``bucket_mb`` (2**20 bytes), rounded to bf16 where ``bf16``
+    says so, while the backward pass computes the next ones; ``static_graph`` promises
+    DistributedDataParallel that each step is alike. A step adds up the gradients of ``accumulate``
+    batches first. With ``local_steps``, each rank takes so many steps on weights of its own before
+    all average their weights, and no gradients are summed: local SGD, Lin et al. 2020, "Don't Use
+    Large Mini-Batches, Use Local SGD". The notebook that teaches it: ``10_scaling``.
+    """
+
+    bucket_mb: float = 25
+    bf16: bool = False
+    static_graph: bool = False
+    accumulate: int = 1
+    local_steps: int = 1
+
+    def __post_init__(self):
+        if not self.bucket_mb > 0 or self.accumulate < 1 or self.local_steps < 1:
+            raise ValueError(f"{self}: bucket_mb has to be above 0, the counts 1 or more")
+        if self.local_steps > 1 and (self.bf16 or self.static_graph):
+            raise ValueError(f"{self}: ranks that take local steps sum no gradients")
+        if self.static_graph and self.accumulate > 1:
+            raise ValueError(f"{self}: a step of several batches is no static graph")
+
+
+EVERY_STEP = Exchange()
 
 
 @dataclass(frozen=True)
@@ -50,6 +81,25 @@ class Ranks:
         dist.all_reduce(total, group=self.group)
         return (total / self.size).tolist()
 
+    def barrier(self) -> None:
+        """Returns when all ranks are here."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    def first(self, make: Callable):
+        """What ``make()`` returns on rank 0, on all ranks; they all raise what it raises there."""
+        box = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = make()
+            except Exception as error:
+                box[1] = error
+        if self.size > 1:
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
     def agree(self, text: str) -> bool:
         """Whether all ranks hold the same text."""
         return len(set(self.gather([text]))) == 1
@@ -66,6 +116,23 @@ class Ranks:
                 dist.barrier(group=self.group)
 
 
+class Shuffled(Sampler):
+    """The numbers below ``count`` in random order, another one in each epoch.
+
+    The order is one tensor, of 8 bytes a sample; torch's ``RandomSampler`` makes a list of Python
+    numbers. The notebook that uses it: ``10_scaling``.
+    """
+
+    def __init__(self, count: int, generator: torch.Generator):
+        self.count, self.generator = count, generator
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, torch.randperm(self.count, generator=self.generator).numpy())
+
+    def __len__(self) -> int:
+        return self.count
+
+
 class Shares(Sampler):
     """One rank's share of each global batch: every n-th sample, n being the number of ranks.
 
@@ -76,9 +143,15 @@ class Shares(Sampler):
 
     def __init__(self, batches: BatchSampler, ranks: Ranks):
         self.batches, self.ranks = batches, ranks
+        self._skipped = 0
+
+    def skip(self, batches: int) -> None:
+        """Lets the next epoch begin behind so many of its batches, none of which is read."""
+        self._skipped = batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.batches:
+        skipped, self._skipped = self._skipped, 0
+        for batch in islice(self.batches, skipped, None):
             yield batch[self.ranks.rank :: self.ranks.size] or batch[:1]
 
     def __len__(self) -> int:

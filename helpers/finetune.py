@@ -7,6 +7,7 @@
 
 import argparse
 import datetime
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -14,22 +15,28 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from statistics import mean
+from pathlib import Path
 
+import pyarrow.compute
 import torch
-from datasets import disable_progress_bars
+from datasets import Dataset, disable_progress_bars
+from datasets.fingerprint import Hasher
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.profiler import record_function
+from torch.utils.data import BatchSampler, DataLoader
 from transformers import DataCollatorWithPadding, set_seed
 from transformers.utils import logging as transformers_logging
 
 from helpers import ccl, data, isa, models, profiles, questions, runtime
+from helpers.ccl.hooks import bf16_compress
 from helpers.ccl.launch import is_launched
-from helpers.distributed import Ranks, Shares, digest
+from helpers.checkpoint import Checkpoint, CheckpointError
+from helpers.distributed import EVERY_STEP, Exchange, Ranks, Shares, Shuffled, digest
 from helpers.metrics import Paraphrase, QuestionAnswering
 from helpers.profiles import Task
 from helpers.recipe import (
@@ -127,21 +134,34 @@ def autocast(precision: str) -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != "fp32")
 
 
+def _known_by(module, rows: Dataset) -> Dataset:
+    """The same rows; a cache of what ``module`` makes of them is not used once its code differs.
+
+    The cache asks for the code of the function that is mapped, not of those which that one calls.
+    """
+    code = Path(module.__file__).read_bytes()
+    key = Hasher.hash([rows._fingerprint, code])
+    return rows.select(range(len(rows)), new_fingerprint=key)
+
+
 def encode(dataset: data.Data, task: str, tokenizer, settings: Task):
-    """Token ids of training and evaluation set, not yet padded; QA contexts cut into windows."""
+    """Token ids of training and evaluation set, not yet padded; QA contexts cut into windows.
+
+    Of a set in a file, the ids are in a file beside it, mapped into memory. It is made once, for
+    each set, tokenizer, lengths, and code. The notebook that shows it: ``10_scaling``.
+    """
     disable_progress_bars()
     if task == "squad":
         limits = (tokenizer, settings.max_length, settings.stride)
         return (
-            questions.train_features(dataset.train, *limits),
-            questions.eval_features(dataset.evaluation, *limits),
+            questions.train_features(_known_by(questions, dataset.train), *limits),
+            questions.eval_features(_known_by(questions, dataset.evaluation), *limits),
         )
     first, second = SENTENCES[task]
+    max_length = settings.max_length  # alone: what else is in the settings decides no token
 
     def tokenize(rows):
-        encoded = tokenizer(
-            rows[first], rows[second], truncation=True, max_length=settings.max_length
-        )
+        encoded = tokenizer(rows[first], rows[second], truncation=True, max_length=max_length)
         return encoded | {"labels": rows["label"]}
 
     return tuple(
@@ -172,6 +192,11 @@ class FineTuning:
     model: each must make the run and call its methods. ``settings.batch_size`` are samples a
     rank. Without ``dropout``, N ranks with batches of b take the steps of one rank with N * b,
     unless ``recipe`` (``helpers.recipe``: what makes a step faster) groups samples by length.
+    ``exchange`` is how they share what they learnt.
+
+    ``checkpoint`` is a folder for ``save_checkpoint``. A run goes on from what it holds, to the
+    last bit where machine and ranks are the same. Raises CheckpointError where that is broken or
+    another training's, and for IPEX and local steps.
     """
 
     def __init__(
@@ -183,12 +208,15 @@ class FineTuning:
         dropout: bool = True,
         group=None,
         recipe: Recipe = PLAIN,
+        exchange: Exchange = EVERY_STEP,
+        checkpoint: str | Path | None = None,
     ):
         transformers_logging.set_verbosity_error()
         set_seed(seed)
-        self.task, self.settings = task, settings
+        self.task, self.settings, self.exchange = task, settings, exchange
         self.precision, self.recipe, self.changed = settle(precision, recipe)
         self.ranks = Ranks.of(group)
+        saved = self._open(checkpoint)
         kind = "question" if task == "squad" else "pair"
         self.remarks: list[str] = []
         with self.ranks.one_after_the_first():
@@ -197,11 +225,11 @@ class FineTuning:
             )
             self.remarks.append(self.dataset.source)
             model, self.tokenizer = models.load(settings.model, kind, self.remarks.append)
-        train, self.evaluation_features = encode(self.dataset, task, self.tokenizer, settings)
+            train, self.evaluation_features = encode(self.dataset, task, self.tokenizer, settings)
         if self.recipe.tuned_process:
             self.remarks.append(f"this process: {runtime.tune()}")
         self._train = train
-        self._try_kinds(model.config)
+        self._try_kinds(model.config, saved and saved["run"])
         if self.recipe.attention == "separate":
             set_seed(seed)  # the same new head
             model, _ = models.load(settings.model, kind, lambda line: None, "eager")
@@ -216,12 +244,12 @@ class FineTuning:
         self._collate = to_the_limit if self._pads_all() else to_the_batch
         # A question's logits are as long as its window: one length, so that they can be stacked.
         self._collate_evaluation = to_the_limit if task == "squad" else self._collate
-        order = torch.Generator().manual_seed(seed)  # the same on all ranks
+        self._order = order = torch.Generator().manual_seed(seed)  # the same on all ranks
         together = settings.batch_size * self.ranks.size
         if self.recipe.padding == "grouped":
             batches = GroupedBatches(self._lengths, together, order)
         else:
-            batches = BatchSampler(RandomSampler(train, generator=order), together, drop_last=False)
+            batches = BatchSampler(Shuffled(len(train), order), together, drop_last=False)
         self._shares = Shares(batches, self.ranks)
         self.batches = DataLoader(
             train, batch_sampler=self._shares, generator=order, collate_fn=self._collate
@@ -235,36 +263,52 @@ class FineTuning:
         self._training_model = self.model
         if self.recipe.compiled:
             self._training_model = torch.compile(self.model)
-        if self.ranks.size > 1:
+        self._sums_gradients = self.ranks.size > 1 and exchange.local_steps == 1
+        if self._sums_gradients:
             # every rank has the same buffers: nothing to send before each step
             self._training_model = DistributedDataParallel(
                 self._training_model,
                 process_group=self.ranks.group,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
+                bucket_cap_mb=exchange.bucket_mb,
+                static_graph=exchange.static_graph,
             )
-        self.total_steps = settings.epochs * len(self.batches)
+            if exchange.bf16:
+                self._training_model.register_comm_hook(self.ranks.group, bf16_compress)
+        self.total_steps = max(1, settings.epochs * len(self.batches) // exchange.accumulate)
         self.schedule = LinearLR(self.optimizer, 1.0, 0.0, total_iters=self.total_steps)
         self.losses: list[float] = []
-        self.samples = 0
-        self._iterator = iter(())
+        self.samples = self.batches_seen = 0
+        self._iterator, self._epoch = iter(()), (0, order.get_state())
         # dropout, too, starts the same whatever was drawn before, and differs between ranks
         set_seed(seed + self.ranks.rank)
+        self._run = {"seed": seed, "dropout": dropout}
+        if saved:
+            self._restore(saved)
 
     def _pads_all(self) -> bool:
         return self.recipe.padding == "fixed"
 
     @cached_property
-    def _lengths(self) -> list[int]:
-        """Tokens of each training sample; takes a while for a large set."""
-        return [len(ids) for ids in self._train["input_ids"]]
+    def _lengths(self) -> torch.Tensor:
+        """Tokens of each training sample, (samples,); no token is read for it."""
+        ids = self._train.data["input_ids"]
+        return torch.tensor(pyarrow.compute.list_value_length(ids).to_numpy())
 
-    def _try_kinds(self, config) -> None:
-        """Settles by trial on rank 0 what a machine decides: the kind of attention, of dropout."""
+    def _try_kinds(self, config, found: dict | None) -> None:
+        """Settles by trial on rank 0 what a machine decides: the kind of attention, of dropout.
+
+        A training that goes on takes what was ``found`` when it began.
+        """
         recipe = self.recipe
 
         def size() -> tuple[int, int, torch.dtype]:
-            length = self.settings.max_length if self._pads_all() else round(mean(self._lengths))
+            length = (
+                self.settings.max_length
+                if self._pads_all()
+                else round(self._lengths.double().mean().item())
+            )
             dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
             return self.settings.batch_size, length, dtype
 
@@ -273,9 +317,9 @@ class FineTuning:
             # the fused kernel knows no dropout
             attention = "separate" if fast_dropout else "fused"
         elif attention == "faster":
-            attention = faster_attention(config, *size())
+            attention = found["attention"] if found else faster_attention(config, *size())
         if fast_dropout:
-            fast_dropout = fast_dropout_pays(config, *size())
+            fast_dropout = found["fast_dropout"] if found else fast_dropout_pays(config, *size())
         attention, fast_dropout = self.ranks.gather([(attention, fast_dropout)])[0]
         if recipe.fast_dropout and not fast_dropout:
             self.changed.append("stock dropout: a byte each is not faster here")
@@ -310,14 +354,16 @@ class FineTuning:
     def _next_batch(self):
         batch = next(self._iterator, None)
         if batch is None:
+            self._epoch = self.batches_seen, self._order.get_state()
             self._iterator = iter(self.batches)
             batch = next(self._iterator)
         return batch
 
     def _backward(self, batch, weight: float = 1.0) -> float:
-        with autocast(self.precision):
+        with record_function("forward"), autocast(self.precision):
             loss = self._loss(batch) * weight
-        loss.backward()
+        with record_function("backward"):
+            loss.backward()
         return loss.item()
 
     def _loss(self, batch) -> torch.Tensor:
@@ -339,15 +385,27 @@ class FineTuning:
         return self.total_steps - len(self.losses)
 
     def train(self, steps: int) -> None:
-        """Takes so many optimizer steps."""
+        """Takes so many optimizer steps; the profiler sees each of their parts by its name."""
         self.model.train()
         for _ in range(steps):
-            step, batch = len(self.losses), self._next_batch()
-            self.losses.append(self._backward(batch, self._shares.weight(step)))
-            with torch.profiler.record_function("Optimizer.step"):
+            self.losses.append(sum(self._batch(last) for last in self._parts()))
+            with record_function("Optimizer.step"):
                 self._update()
             self.schedule.step()
-            self.samples += self._shares.size(step)
+
+    def _parts(self) -> list[bool]:
+        """One entry for each batch of a step: whether it is the step's last."""
+        return [False] * (self.exchange.accumulate - 1) + [True]
+
+    def _batch(self, last: bool) -> float:
+        """Adds the gradients of the next batch; the last one of a step sums over the ranks."""
+        with record_function("input"):
+            batch = self._next_batch()
+        number, self.batches_seen = self.batches_seen, self.batches_seen + 1
+        self.samples += self._shares.size(number)
+        waits = self._sums_gradients and not last
+        with self._training_model.no_sync() if waits else nullcontext():
+            return self._backward(batch, self._shares.weight(number) / self.exchange.accumulate)
 
     def _update(self) -> None:
         if self.master:
@@ -355,8 +413,16 @@ class FineTuning:
         torch.nn.utils.clip_grad_norm_(self.weights, MAX_GRADIENT_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self._averages_weights():
+            average_parameters(iter(self.weights), self.ranks.group)
         if self.master:
             self.master.round()
+
+    def _averages_weights(self) -> bool:
+        """Whether the ranks, each on its own since they last did, average their weights now."""
+        taken = len(self.losses)
+        due = taken % self.exchange.local_steps == 0 or taken == self.total_steps
+        return self.ranks.size > 1 and not self._sums_gradients and due
 
     def outputs(self) -> list[torch.Tensor]:
         """The model's outputs for all evaluation features, in fp32: logits, or start and end."""
@@ -399,6 +465,74 @@ class FineTuning:
         # IPEX packs its weights: its state_dict unpacks them
         model.save_pretrained(folder, state_dict=model.state_dict())
         self.tokenizer.save_pretrained(folder)
+
+    def _open(self, folder: str | Path | None) -> dict | None:
+        """The state that a checkpoint's folder holds: rank 0 reads and writes it, for all."""
+        self._checkpoint = None
+        if folder is None:
+            return None
+        if self.exchange.local_steps > 1:
+            raise CheckpointError("no checkpoint with local steps: each rank has its own weights")
+        if self.precision == "ipex-bf16":
+            raise CheckpointError("no checkpoint with IPEX, which hides exact weights: choose bf16")
+        self._checkpoint = self.ranks.first(lambda: Checkpoint(folder))
+        return self.ranks.first(self._checkpoint.read)
+
+    @cached_property
+    def _identity(self) -> dict:
+        """What has to be the same where a training goes on."""
+        tokens = hashlib.sha256(self._lengths.numpy())
+        for ids in self._train.data["input_ids"].chunks:
+            tokens.update(ids.flatten().to_numpy())
+        return {
+            "task": self.task,
+            **asdict(self.settings),
+            **self._run,
+            "precision": self.precision,
+            **asdict(self.recipe),
+            **asdict(self.exchange),
+            "world_size": self.ranks.size,
+            "parameters": sum(weight.numel() for weight in self.weights),
+            "training set": tokens.hexdigest()[:16],
+        }
+
+    def save_checkpoint(self) -> None:
+        """Writes into the folder ``checkpoint`` all that the next steps depend on."""
+        own = self.ranks.gather([(self.losses, torch.get_rng_state())])
+        state = {
+            "run": self._identity,
+            "weights": [weight.detach() for weight in self.weights],
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "samples": self.samples,
+            "batches_seen": self.batches_seen,
+            "epoch": self._epoch,
+            "ranks": own,
+        }
+        self.ranks.first(lambda: self._checkpoint.write(state))
+
+    @torch.no_grad()
+    def _restore(self, saved: dict) -> None:
+        self._checkpoint.check(saved["run"], self._identity)
+        if self._sums_gradients:
+            with torch.enable_grad():
+                self.warm_up()  # DistributedDataParallel sorts its buckets after the first batch
+        for weight, kept in zip(self.weights, saved["weights"], strict=True):
+            weight.copy_(kept)
+        if self.master:
+            self.master.round()
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.schedule.load_state_dict(saved["schedule"])
+        self.samples, self.batches_seen = saved["samples"], saved["batches_seen"]
+        before, order = self._epoch = saved["epoch"]
+        self._order.set_state(order)
+        self._shares.skip(self.batches_seen - before)
+        self._iterator = iter(self.batches)
+        self.losses, random = saved["ranks"][self.ranks.rank]
+        torch.set_rng_state(random)
+        self.remarks.append(
+            f"goes on from step {len(self.losses)} of {self.total_steps}: {self._checkpoint.file}"
+        )
 
     def mean_losses(self) -> list[float]:
         """The loss of each step so far, over all ranks' samples."""
@@ -535,15 +669,29 @@ def main() -> None:
         help="published: all padded to the longest allowed; plain: to the longest of the batch; "
         "fast: what notebook 04 found",
     )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="where the run saves its state; it goes on from the one that is there",
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=500, metavar="STEPS", help="default: 500"
+    )
     parser.add_argument("--output", help="folder for the trained model, in the format of the hub")
     options = parser.parse_args()
+    if options.checkpoint_every < 1:
+        parser.error("--checkpoint-every: 1 step or more")
     settings = getattr(profiles.load(options.profile), options.task)
     if is_launched():
         ccl.init(options.backend, datetime.timedelta(minutes=10))  # a download may take long
         if not Ranks.of().agree(repr(options)):
             sys.exit(f"the ranks were started with different arguments; here: {options}")
     recipe = RECIPES[options.recipe]
-    run = FineTuning(options.task, settings, options.precision, options.seed, recipe=recipe)
+    what = options.task, settings, options.precision, options.seed
+    try:
+        run = FineTuning(*what, recipe=recipe, checkpoint=options.checkpoint)
+    except CheckpointError as error:
+        sys.exit(str(error))
     first = run.ranks.rank == 0
     if first:
         print(*run.remarks, *run.changed, sep="\n")
@@ -556,6 +704,8 @@ def main() -> None:
             before = run.samples
             run.train(1)
             meter.update(run.samples - before)
+            if options.checkpoint and len(run.losses) % options.checkpoint_every == 0:
+                run.save_checkpoint()
     result = {
         "samples/s": meter.samples_per_second,
         "world_size": run.ranks.size,

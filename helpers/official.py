@@ -1,7 +1,8 @@
 """Reads MRPC, QQP and SQuAD in the file formats in which they are published, and checks them.
 
 Files may be UTF-8 with or without a byte order mark, with LF or CRLF line ends. Every fault is
-a ``DataError`` that names file and line.
+a ``DataError`` that names file and line. MRPC and QQP are read line by line: a file of any size
+takes as little memory.
 """
 
 import json
@@ -24,23 +25,29 @@ COLUMNS = {
     "mrpc": {"#1 String": "sentence1", "#2 String": "sentence2", "Quality": "label"},
     "qqp": {"question1": "question1", "question2": "question2", "is_duplicate": "label"},
 }
-XQUAD_EVALUATION = 4
+XQUAD_EVALUATION = 4  # XQuAD is one file: every fourth paragraph is for evaluation
 
 
 class DataError(ValueError):
     """Data that is missing, broken or can't be reached."""
 
 
-def _text(file: Path) -> str:
-    content = file.read_bytes()
+def _text(content: bytes, file: Path, first: int = 1) -> str:
+    """``content`` begins at line ``first`` of the file."""
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8-sig" if first == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        line = first + content.count(b"\n", 0, error.start)
         raise DataError(
             f"{file}, line {line}: byte 0x{content[error.start]:02x} is not UTF-8; "
             "save the file in UTF-8"
         ) from error
+
+
+def _numbered(file: Path) -> Iterator[tuple[int, str]]:
+    with file.open("rb") as content:
+        for number, line in enumerate(content, 1):
+            yield number, _text(line, file, number).removesuffix("\n").removesuffix("\r")
 
 
 def _is_open(field: str) -> bool:
@@ -56,14 +63,13 @@ def _unquoted(field: str) -> str:
 
 def _lines(file: Path, needed, quoted: bool) -> Iterator[tuple[int, dict[str, str]]]:
     """Line numbers and fields by column; ``quoted`` fields may hold line ends, as in QQP."""
-    lines = [line.removesuffix("\r") for line in _text(file).removesuffix("\n").split("\n")]
-    header = lines[0].split("\t")
+    numbered = _numbered(file)
+    header = next(numbered, (1, ""))[1].split("\t")
     for column in needed:
         if column not in header:
             raise DataError(
                 f"{file}, line 1: column {column!r} is missing; found are {', '.join(header)}"
             )
-    numbered = enumerate(lines[1:], 2)
     for number, line in numbered:
         fields = line.split("\t")
         while quoted and len(fields) < len(header) and _is_open(fields[-1]):
@@ -82,21 +88,20 @@ def _lines(file: Path, needed, quoted: bool) -> Iterator[tuple[int, dict[str, st
         yield number, dict(zip(header, fields, strict=True))
 
 
-def read_pairs(file: Path, task: str) -> list[dict]:
-    """Rows of an MRPC or QQP file, in the schema of GLUE on the hub.
+def read_pairs(file: Path, task: str) -> Iterator[dict]:
+    """Rows of an MRPC or QQP file, one after the other, in the schema of GLUE on the hub.
 
     MRPC's quotes are plain characters, QQP's quote a field as in CSV. Raises DataError.
     """
     columns = COLUMNS[task]
-    rows = []
-    for number, fields in _lines(file, columns, quoted=task == "qqp"):
+    index = -1
+    for index, (number, fields) in enumerate(_lines(file, columns, quoted=task == "qqp")):
         row = {name: fields[column] for column, name in columns.items()}
         if row["label"] not in ("0", "1"):
             raise DataError(f"{file}, line {number}: label {row['label']!r} is neither 0 nor 1")
-        rows.append(row | {"label": int(row["label"]), "idx": len(rows)})
-    if not rows:
+        yield row | {"label": int(row["label"]), "idx": index}
+    if index < 0:
         raise DataError(f"{file}: a header, but no rows")
-    return rows
 
 
 def _get(node, key: str, kind: type, where: str | Callable[[], str]):
@@ -131,7 +136,7 @@ def read_paragraphs(file: Path) -> list[list[dict]]:
 
     A question marked ``is_impossible`` has empty answers. Raises DataError.
     """
-    text = _text(file)
+    text = _text(file.read_bytes(), file)
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -169,37 +174,40 @@ def read_paragraphs(file: Path) -> list[list[dict]]:
     return paragraphs
 
 
-def _find(folder: Path, task: str) -> list[Path]:
+def find(task: str, folder: Path) -> tuple[list[Path], str]:
+    """The files of the training and of the evaluation set, and what they are, in words.
+
+    They stand in ``folder`` or in a folder MRPC, QQP or SQUAD inside it. XQuAD is one file, twice.
+    Raises DataError.
+    """
     for place in (folder, folder / task.upper()):
         for names in FILES[task]:
             files = [place / name for name in names]
             missing = [file for file in files if not file.is_file()]
             if not missing:
-                return files
+                said = f"the official files {' and '.join(names)} in {place}"
+                if len(files) == 1:
+                    said = f"{names[0]} in {place}, every fourth paragraph kept for evaluation"
+                return [files[0], files[-1]], said
             if len(missing) < len(files):
                 raise DataError(f"{missing[0]}: not there, though {files[0].parent} has the other")
     wanted = "; or ".join(" and ".join(names) for names in FILES[task])
     raise DataError(f"{folder}: no {task.upper()} in it; its files are {wanted}")
 
 
-def read(task: str, folder: Path) -> tuple[list[dict], list[dict], str]:
-    """Training rows, evaluation rows, and where they come from, in words.
+def rows(task: str, files: list[Path], part: int) -> Iterator[dict]:
+    """Rows of the training set (``part`` 0) or of the evaluation set (1), one after the other.
 
-    The files stand in ``folder`` or in a folder MRPC, QQP or SQUAD inside it. XQuAD is one file:
-    every fourth paragraph is for evaluation. Raises DataError.
+    ``files`` are those that ``find`` found. Raises DataError.
     """
-    files = _find(folder, task)
-    names = " and ".join(file.name for file in files)
-    said = f"the official files {names} in {files[0].parent}"
     if task != "squad":
-        return *(read_pairs(file, task) for file in files), said
-    parts = [read_paragraphs(file) for file in files]
-    if len(parts) == 1:
-        said = f"{names} in {files[0].parent}, every fourth paragraph kept for evaluation"
-        paragraphs = parts[0]
-        evaluation = paragraphs[XQUAD_EVALUATION - 1 :: XQUAD_EVALUATION]
-        train = [rows for i, rows in enumerate(paragraphs, 1) if i % XQUAD_EVALUATION]
-        parts = [train, evaluation]
-        if not all(map(any, parts)):
+        yield from read_pairs(files[part], task)
+        return
+    paragraphs = read_paragraphs(files[part])
+    if files[0] == files[1]:
+        numbered = enumerate(paragraphs, 1)
+        paragraphs = [those for i, those in numbered if (i % XQUAD_EVALUATION == 0) == part]
+        if not any(paragraphs):
             raise DataError(f"{files[0]}: too few paragraphs to keep every fourth for evaluation")
-    return *([row for rows in part for row in rows] for part in parts), said
+    for paragraph in paragraphs:
+        yield from paragraph

@@ -178,6 +178,37 @@ def waterfall(seconds: Mapping[str, float], ylabel: str):
     return fig
 
 
+def timeline(ranks: Mapping[str, Sequence], title: str = ""):
+    """What each rank computes, and below it what it has given to the network, over time.
+
+    ``ranks`` maps a rank's name to its spans (``helpers.timeline.trace``). The notebook that
+    teaches it: ``10_scaling``.
+    """
+    from matplotlib.patches import Patch
+
+    names = list(dict.fromkeys(span.name for spans in ranks.values() for span in spans))
+    colors = dict(zip(sorted(names), COLORS, strict=False))
+    with figure() as (fig, ax):
+        for row, spans in enumerate(ranks.values()):
+            for span in spans:
+                network = span.name == "all_reduce"
+                place = (row + 0.45, 0.3) if network else (row, 0.45)
+                width = 1e3 * (span.end - span.start)
+                color = colors[span.name]
+                ax.broken_barh([(1e3 * span.start, width)], place, color=color, alpha=0.8)
+        ax.set_yticks([row + 0.4 for row in range(len(ranks))], list(ranks))
+        ax.invert_yaxis()
+        ax.set(xlabel="ms", title=title)
+        ax.grid(axis="y", visible=False)
+        ax.legend(
+            handles=[Patch(color=color, label=name) for name, color in colors.items()],
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+        )
+        fig.set_size_inches(9, 1 + 0.8 * len(ranks))
+    return fig
+
+
 def cores(
     rows: Mapping[str, Sequence[int]], owners: Mapping[str, Collection[int]], title: str = ""
 ):

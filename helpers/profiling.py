@@ -49,14 +49,19 @@ class Profile:
         return sums
 
 
-def profile(run, steps: int) -> Profile:
-    """Takes so many optimizer steps of a ``FineTuning`` under PyTorch's profiler."""
+def record(run, steps: int) -> list:
+    """Takes so many optimizer steps of a ``FineTuning`` under PyTorch's profiler: its events."""
     quiet = patch.dict(os.environ, {"KINETO_LOG_LEVEL": "5"})  # else it regrets having no GPU
     activities = [torch.profiler.ProfilerActivity.CPU]
     with quiet, torch.profiler.profile(activities=activities) as profiler:
         run.train(steps)
+    return profiler.events()
+
+
+def profile(run, steps: int) -> Profile:
+    """Takes so many optimizer steps of a ``FineTuning``, and clocks each operator."""
     operators: dict[str, float] = {}
-    for event in profiler.events():
+    for event in record(run, steps):
         name = f"{STEP}: {event.name}" if _is_in_optimizer(event) else event.name
         operators[name] = operators.get(name, 0) + event.self_cpu_time_total / 1e6 / steps
     return Profile(operators)

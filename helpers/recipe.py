@@ -243,12 +243,11 @@ class GroupedBatches(Sampler):
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(len(self.sampler), generator=self.generator)
         full = len(order) // self.batch_size * self.batch_size
-        batches = []
         for pool in order[:full].split(POOL * self.batch_size):
-            ranked = pool[self.sampler[pool].argsort(stable=True)]
-            batches += ranked.view(-1, self.batch_size).tolist()
-        for number in torch.randperm(len(batches), generator=self.generator).tolist():
-            yield batches[number]
+            pool.copy_(pool[self.sampler[pool].argsort(stable=True)])
+        batches = order[:full].view(-1, self.batch_size)
+        for number in torch.randperm(len(batches), generator=self.generator):
+            yield batches[number].tolist()
         if full < len(order):
             yield order[full:].tolist()
 

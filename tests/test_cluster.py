@@ -17,7 +17,7 @@ import pytest
 
 from helpers import cluster, nodes, runtime
 from helpers.ccl import mpi
-from helpers.cluster import Cluster, ClusterError
+from helpers.cluster import Cluster, ClusterError, by_rank
 from helpers.lab import Lab, NoLab
 from helpers.nodes import Host, read_hosts
 
@@ -311,6 +311,20 @@ def test_the_stacks_tell_who_waits_where(pair):
     assert where == ["cell:3", "idle"]
     with pytest.raises(ClusterError, match="not started"):
         Cluster().stacks()
+
+
+def test_lines_that_mpiexec_cut_and_mixed_are_put_together_again():
+    # as seen: two ranks' lines, read by mpiexec in pieces
+    seen = (
+        '[0]   File [0] "/a/b.py"[1] Stack (most recent call first):\n'
+        '[1]   File "/c.py", line 4 in select\n'
+        "[0] , line [0] 29[0]  in all_reduce\n"
+    )
+    assert by_rank(seen) == {
+        0: '  File "/a/b.py", line 29 in all_reduce\n',
+        1: 'Stack (most recent call first):\n  File "/c.py", line 4 in select\n',
+    }
+    assert by_rank("") == {}
 
 
 def test_output_is_keyed_by_rank(pair, capsys):
