@@ -5,6 +5,7 @@ A notebook shows the figure that is its cell's last value.
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from statistics import median
 
 # Okabe and Ito's palette, told apart by colour-blind readers too (jfly.uni-koeln.de/color).
@@ -244,4 +245,76 @@ def cores(
             bbox_to_anchor=(1, 0.5),
         )
         fig.set_size_inches(3 + 0.4 * width, 0.6 + 0.5 * max(len(rows), len(owners) / 2))
+    return fig
+
+
+def frontier(options: Sequence, best: Sequence, title: str = ""):
+    """Dollars over hours: a colour for each instance, hollow for spot, a line through the best.
+
+    ``options`` are of ``helpers.cost.Option``; ``best`` are those that none beats
+    (``helpers.cost.frontier``), labelled with their nodes. The notebook that teaches it:
+    ``11_cost``.
+    """
+    colors = dict(zip(dict.fromkeys(its.instance for its in options), cycle(COLORS), strict=False))
+    with figure() as (fig, ax):
+        ax.plot(
+            [its.hours for its in best],
+            [its.dollars for its in best],
+            color=PREDICTION,
+            linewidth=5,
+            alpha=0.3,
+            label="frontier",
+        )
+        for instance, market in dict.fromkeys((its.instance, its.market) for its in options):
+            points = [its for its in options if (its.instance, its.market) == (instance, market)]
+            ax.plot(
+                [its.hours for its in points],
+                [its.dollars for its in points],
+                "o",
+                color=colors[instance],
+                markerfacecolor="white" if market == "spot" else None,
+                label=f"{instance}, {market}",
+            )
+        for its in best:
+            ax.annotate(
+                str(its.nodes),
+                (its.hours, its.dollars),
+                (0, -12),
+                textcoords="offset points",
+                ha="center",
+                fontsize="small",
+            )
+        ax.set(xscale="log", yscale="log", xlabel="hours", ylabel="dollars", title=title)
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        fig.set_figwidth(9)
+    return fig
+
+
+def interruptions(
+    expected: Mapping[float, float],
+    simulated: Mapping[float, Sequence[float]],
+    marks: Mapping[str, float],
+):
+    """Hours of a run over the hours between its checkpoints: a formula's mean, and simulated runs.
+
+    Both map an interval to hours; of the simulated ones, the mean is a point and 5 to 95 % of the
+    runs a band. ``marks`` maps a name to an interval. The notebook that teaches it: ``11_cost``.
+    """
+    import numpy as np
+
+    with figure() as (fig, ax):
+        ax.plot(*zip(*expected.items(), strict=True), color=COLORS[0], label="expected mean")
+        hours = list(simulated.values())
+        low, high = np.percentile(hours, [5, 95], axis=1)
+        ax.fill_between(
+            list(simulated), low, high, color=COLORS[0], alpha=0.15, label="5 to 95 % of the runs"
+        )
+        ax.plot(list(simulated), np.mean(hours, axis=1), "o", color=COLORS[0], label="simulated")
+        for color, style, (name, interval) in zip(
+            COLORS[1:], cycle(("--", ":")), marks.items(), strict=False
+        ):
+            ax.axvline(interval, color=color, linestyle=style, label=name)
+        ax.set(xscale="log", yscale="log")
+        ax.set(xlabel="hours between checkpoints", ylabel="hours of the run")
+        ax.legend()
     return fig

@@ -70,7 +70,10 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Prices:
-    """A whole price file; ``instances`` are found by name."""
+    """A whole price file; ``instances`` are found by name.
+
+    ``disk_mib_per_second`` is how fast a disk that outlives its node takes a checkpoint.
+    """
 
     region: str
     currency: str
@@ -78,6 +81,8 @@ class Prices:
     on_demand_source: str
     spot_date: date
     spot_source: str
+    disk_mib_per_second: float
+    disk_source: str
     instances: dict[str, Instance]
     throughputs: tuple[Throughput, ...]
 
@@ -123,6 +128,8 @@ RULES = {
     "on_demand_source": ADDRESS,
     "spot_date": DATE,
     "spot_source": ADDRESS,
+    "disk_mib_per_second": POSITIVE,
+    "disk_source": ADDRESS,
     "gpus": TEXTS,
     "instances": LIST,
     "throughputs": LIST,

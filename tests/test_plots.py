@@ -1,6 +1,7 @@
 import pytest
 
 from helpers import plots
+from helpers.cost import Option
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures need matplotlib")
 matplotlib.use("Agg")
@@ -74,3 +75,36 @@ def test_a_waterfall_ends_with_what_remains():
     bars = [(bar.get_y(), bar.get_height()) for bar in axes.patches]
     assert bars == [(0, 8.0), (8.0, -5.0), (3.0, 1.0), (0, 4.0)]
     assert [text.get_text() for text in axes.texts] == ["2.7x", "2.0x"]
+
+
+def test_a_frontier_goes_through_the_best_and_says_their_nodes():
+    a, b, c = (
+        Option("big", 4, "on demand", 1.0, 9.0),
+        Option("big", 1, "spot", 3.0, 2.0),
+        Option("small", 1, "on demand", 4.0, 5.0),
+    )
+    fig = plots.frontier([a, b, c], [a, b])
+    found = lines(fig)
+    assert list(found) == ["frontier", "big, on demand", "big, spot", "small, on demand"]
+    assert list(zip(*found["frontier"].get_data(), strict=True)) == [(1.0, 9.0), (3.0, 2.0)]
+    assert found["big, spot"].get_color() == found["big, on demand"].get_color()
+    assert found["big, spot"].get_markerfacecolor() == "white"
+    assert found["small, on demand"].get_color() != found["big, on demand"].get_color()
+    assert [text.get_text() for text in fig.axes[0].texts] == ["4", "1"]
+    assert (fig.axes[0].get_xscale(), fig.axes[0].get_yscale()) == ("log", "log")
+
+
+def test_more_instances_than_colours_are_all_drawn():
+    options = [Option(f"i{n}", 1, "spot", n, n) for n in range(1, 9)]
+    assert len(lines(plots.frontier(options, options[:1]))) == 9
+
+
+def test_simulated_runs_stand_on_the_expected_curve_with_their_band():
+    hundred = list(range(101))
+    fig = plots.interruptions({1.0: 50.0, 2.0: 60.0}, {1.0: hundred, 2.0: hundred}, {"Young": 1.5})
+    found = lines(fig)
+    assert list(found["expected mean"].get_ydata()) == [50.0, 60.0]
+    assert list(found["simulated"].get_ydata()) == [50.0, 50.0]
+    assert set(found["Young"].get_xdata()) == {1.5}
+    corners = fig.axes[0].collections[0].get_paths()[0].vertices
+    assert {y for _, y in corners} == {5.0, 95.0}
