@@ -30,11 +30,12 @@ nodes:
 nodes-down:
 	@env/lab/nodes down
 
-# all_reduce on oneCCL against gloo; a training from a notebook against bare mpiexec; the published
-# recipe against the course's, which takes an hour
+# all_reduce on oneCCL against gloo; a training from a notebook against bare mpiexec; two ranks
+# against one; the published recipe against the course's, which takes an hour
 bench: setup
 	$(BIN)/python -m bench.collectives
 	$(BIN)/python -m bench.driving
+	$(BIN)/python -m bench.scaling
 	$(BIN)/python -m bench.recipe
 
 # The README's picture, as this machine measures it.

@@ -1,0 +1,122 @@
+"""Two ranks of one core each against one rank of one core: ``make bench``.
+
+A model of DistilBERT's size with random weights, since speed doesn't depend on them, with the
+course's recipe, weak scaling: so many samples a rank. Once on two ranks of this machine, once on
+two nodes of the lab (root only) whose network gives 1 Gbit/s, with what notebook 10 advises there:
+accumulated batches and bf16 gradients. Both sides take turns within one run. COURSE_DATA names a
+folder with real MRPC, else it is the built-in set, whose texts are shorter. Writes
+build/scaling.json.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from bench.recipe import random_model
+from helpers import profiles
+from helpers.cluster import Cluster
+from helpers.lab import Lab, NoLab
+from helpers.profiles import Task
+from helpers.timeline import split
+from helpers.timing import compare
+
+RESULTS = Path(__file__).resolve().parent.parent / "build/scaling.json"
+ROUNDS, BATCHES = 3, 4
+GOALS = {(32, "unshaped"): 0.95, (8, "unshaped"): 0.90, (32, "1 Gbit/s"): 0.85}
+INPUT_GOAL = 0.02
+ADVICE = {"accumulate": 4, "bf16": True}
+SET_UP = """
+import os
+from mpi4py import MPI
+
+cores = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {cores[MPI.COMM_WORLD.rank % len(cores)]})  # nodes of the lab share cores
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+from helpers import ccl
+from helpers.distributed import Exchange
+from helpers.finetune import FineTuning
+from helpers.recipe import FAST
+from helpers.timeline import trace
+
+ccl.init()
+solo = dist.new_group([0])
+"""
+BUILD = """
+kinds = {"exchange": Exchange(**exchange), "recipe": FAST}
+both = FineTuning("mrpc", settings, "auto", **kinds)
+alone = FineTuning("mrpc", settings, "auto", group=solo, **kinds) if dist.get_rank() == 0 else None
+"""
+
+
+def measure(cluster: Cluster, settings: Task, exchange: dict) -> dict:
+    """Efficiency of two ranks, round by round, and the input's share of a step, at most."""
+    cluster.view.push({"settings": settings, "exchange": exchange}, block=True)
+    cluster.view.execute(BUILD, block=True)
+    steps = BATCHES // exchange.get("accumulate", 1)
+    result = compare(
+        {
+            "one rank": lambda: cluster.client[0].execute(f"alone.train({steps})", block=True),
+            "two ranks": lambda: cluster.view.execute(f"both.train({steps})", block=True),
+        },
+        ROUNDS,
+    )
+    cluster.view.execute("spans = trace(both, 2)", block=True)
+    traced = [step for rank in split(cluster.view["spans"]) for step in rank]
+    return {
+        # as many samples a rank, so twice as many on two
+        "efficiency": result.speedups("two ranks"),
+        "seconds": result.seconds,
+        "input": max(step.input / step.seconds for step in traced),
+    }
+
+
+def settings_of(model: str, batch_size: int) -> Task:
+    """The laptop's MRPC, with this model and batch, and epochs enough for all rounds."""
+    laptop = profiles.load("laptop").mrpc
+    return replace(laptop, model=model, batch_size=batch_size, epochs=10)
+
+
+def report(batch_size: int, network: str, its: dict) -> bool:
+    """Prints one line; returns whether the goals were reached."""
+    goal, ratios = GOALS[batch_size, network], its["efficiency"]
+    reached = median(ratios) >= goal and its["input"] < INPUT_GOAL
+    print(
+        f"batch {batch_size} a rank, {network}: efficiency {median(ratios):.2f} "
+        f"({min(ratios):.2f}-{max(ratios):.2f}, {len(ratios)} rounds), goal {goal}; "
+        f"input at most {its['input']:.1%} of a step, goal under {INPUT_GOAL:.0%}: "
+        f"{'reached' if reached else 'MISSED'}",
+        flush=True,
+    )
+    return reached
+
+
+def main() -> None:
+    found = {}
+    with TemporaryDirectory() as folder:
+        model = random_model(folder)
+        with Cluster(None, 2) as cluster:
+            cluster.view.execute(SET_UP, block=True)
+            for batch_size in (32, 8):
+                its = measure(cluster, settings_of(model, batch_size), {})
+                report(batch_size, "unshaped", its)
+                found[batch_size, "unshaped"] = its
+        try:
+            with Lab(2) as lab, Cluster(lab.hosts, 1, oversubscribe=True) as cluster:
+                cluster.view.execute(SET_UP, block=True)
+                with lab.rate("1gbit"):
+                    its = measure(cluster, settings_of(model, 32), ADVICE)
+                report(32, "1 Gbit/s", its)
+                found[32, "1 Gbit/s"] = its
+        except NoLab as reason:
+            print(f"nothing at 1 Gbit/s: {reason}")
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({f"{b}, {name}": its for (b, name), its in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
