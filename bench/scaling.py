@@ -1,8 +1,9 @@
 """Two ranks of one core each against one rank of one core: ``make bench``.
 
 A model of DistilBERT's size with random weights, since speed doesn't depend on them, with the
-course's recipe, weak scaling: so many samples a rank. Once on two ranks of this machine, once on
-two nodes of the lab (root only) whose network gives 1 Gbit/s, with what notebook 10 advises there:
+course's recipe. A round is an epoch over the same samples, whose lengths differ, in batches of the
+same size a rank, so in half as many steps on two. Once on two ranks of this machine, once on two
+nodes of the lab (root only) whose network gives 1 Gbit/s, with what notebook 10 advises there:
 accumulated batches and bf16 gradients. Both sides take turns within one run. COURSE_DATA names a
 folder with real MRPC, else it is the built-in set, whose texts are shorter. Writes
 build/scaling.json.
@@ -23,7 +24,7 @@ from helpers.timeline import split
 from helpers.timing import compare
 
 RESULTS = Path(__file__).resolve().parent.parent / "build/scaling.json"
-ROUNDS, BATCHES = 3, 4
+ROUNDS, BATCHES = 5, 4
 GOALS = {(32, "unshaped"): 0.95, (8, "unshaped"): 0.90, (32, "1 Gbit/s"): 0.85}
 INPUT_GOAL = 0.02
 ADVICE = {"accumulate": 4, "bf16": True}
@@ -44,41 +45,51 @@ from helpers.recipe import FAST
 from helpers.timeline import trace
 
 ccl.init()
-solo = dist.new_group([0])
+solos = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
 """
 BUILD = """
 kinds = {"exchange": Exchange(**exchange), "recipe": FAST}
 both = FineTuning("mrpc", settings, "auto", **kinds)
-alone = FineTuning("mrpc", settings, "auto", group=solo, **kinds) if dist.get_rank() == 0 else None
+alone = FineTuning("mrpc", settings, "auto", group=solos[dist.get_rank()], **kinds)
 """
 
 
 def measure(cluster: Cluster, settings: Task, exchange: dict) -> dict:
-    """Efficiency of two ranks, round by round, and the input's share of a step, at most."""
+    """Efficiency of two ranks, round by round, and the input's share of a step, at most.
+
+    ``ceiling`` is that of two ranks which exchange nothing: what their cores take from each other.
+    """
     cluster.view.push({"settings": settings, "exchange": exchange}, block=True)
     cluster.view.execute(BUILD, block=True)
     steps = BATCHES // exchange.get("accumulate", 1)
+    alone, both = f"alone.train({2 * steps})", f"both.train({steps})"
     result = compare(
         {
-            "one rank": lambda: cluster.client[0].execute(f"alone.train({steps})", block=True),
-            "two ranks": lambda: cluster.view.execute(f"both.train({steps})", block=True),
+            "one rank": lambda: cluster.client[0].execute(alone, block=True),
+            "two ranks": lambda: cluster.view.execute(both, block=True),
+            "two apart": lambda: cluster.view.execute(alone, block=True),
         },
         ROUNDS,
     )
     cluster.view.execute("spans = trace(both, 2)", block=True)
     traced = [step for rank in split(cluster.view["spans"]) for step in rank]
     return {
-        # as many samples a rank, so twice as many on two
-        "efficiency": result.speedups("two ranks"),
+        "efficiency": [speedup / 2 for speedup in result.speedups("two ranks")],
+        "ceiling": result.speedups("two apart"),
         "seconds": result.seconds,
         "input": max(step.input / step.seconds for step in traced),
     }
 
 
 def settings_of(model: str, batch_size: int) -> Task:
-    """The laptop's MRPC, with this model and batch, and epochs enough for all rounds."""
-    laptop = profiles.load("laptop").mrpc
-    return replace(laptop, model=model, batch_size=batch_size, epochs=10)
+    """As many samples as two ranks take in a round, and epochs enough for all rounds."""
+    return replace(
+        profiles.load("laptop").mrpc,
+        model=model,
+        batch_size=batch_size,
+        train_samples=2 * BATCHES * batch_size,
+        epochs=ROUNDS + 3,
+    )
 
 
 def report(batch_size: int, network: str, its: dict) -> bool:
@@ -87,7 +98,8 @@ def report(batch_size: int, network: str, its: dict) -> bool:
     reached = median(ratios) >= goal and its["input"] < INPUT_GOAL
     print(
         f"batch {batch_size} a rank, {network}: efficiency {median(ratios):.2f} "
-        f"({min(ratios):.2f}-{max(ratios):.2f}, {len(ratios)} rounds), goal {goal}; "
+        f"({min(ratios):.2f}-{max(ratios):.2f}, {len(ratios)} rounds), goal {goal}, "
+        f"{median(its['ceiling']):.2f} if they exchange nothing; "
         f"input at most {its['input']:.1%} of a step, goal under {INPUT_GOAL:.0%}: "
         f"{'reached' if reached else 'MISSED'}",
         flush=True,

@@ -2,6 +2,7 @@ import pytest
 
 from helpers import plots
 from helpers.cost import Option
+from helpers.timeline import Span
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures need matplotlib")
 matplotlib.use("Agg")
@@ -49,6 +50,19 @@ def test_a_core_is_shared_between_the_colours_of_its_owners():
     assert [patch.get_width() for patch in areas] == [0.9, 0.45, 0.45, 0.9]
     faces = [matplotlib.colors.to_hex(patch.get_facecolor()) for patch in areas]
     assert faces == [*(plots.COLORS[i].lower() for i in (0, 0, 1)), "#ffffff"]
+
+
+def test_a_timeline_has_a_row_for_each_rank_and_the_network_below_it():
+    spans = [Span("forward", 0, 0.02), Span("all_reduce", 0.01, 0.04)]
+    fig = plots.timeline({"rank 0": spans, "rank 1": spans[:1]})
+    (forward,), (sums,), (other,) = (area.get_paths() for area in fig.axes[0].collections)
+    boxes = [path.get_extents() for path in (forward, sums, other)]
+    assert [[box.x0, box.x1] for box in boxes] == [[0, 20], [pytest.approx(10), 40], [0, 20]]  # ms
+    assert boxes[0].y1 <= boxes[1].y0 < boxes[1].y1 <= 1 <= boxes[2].y0
+    assert [text.get_text() for text in fig.axes[0].get_legend().get_texts()] == [
+        "all_reduce",
+        "forward",
+    ]
 
 
 def test_figures_are_closed_and_leave_the_readers_style_alone():
