@@ -22,7 +22,7 @@ import json, re, sys
 from dataclasses import replace
 from helpers import profiles
 from helpers.finetune import FineTuning
-from helpers.recipe import FAST
+from helpers.recipe import PLAIN
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -32,7 +32,8 @@ folder, held = sys.argv[1], []
 paper = profiles.load("paper").qqp
 settings = replace(profiles.load("laptop").qqp, data=folder, train_samples=None,
                    eval_samples=None, batch_size=256, max_length=paper.max_length)
-run = FineTuning("qqp", settings, recipe=FAST)
+# a tuned process keeps what it freed, and would hide what it holds
+run = FineTuning("qqp", settings, recipe=replace(PLAIN, padding="grouped"))
 sizes, samples = [], 0
 for number, batch in enumerate(run.batches):
     if number % 50 == 10:
@@ -139,7 +140,7 @@ def test_two_processes_make_one_set(tmp_path):
     assert first == second
     assert first[0] == 5000
     assert len(files(cache)) == 2
-    assert not list(cache.rglob("*incomplete*"))
+    assert not [file for file in cache.rglob("*incomplete*") if file.suffix != ".lock"]
 
 
 def test_where_the_cache_cannot_be_written_another_folder_is_used_and_named(
