@@ -92,8 +92,8 @@ def settings_of(model: str, batch_size: int) -> Task:
     )
 
 
-def report(batch_size: int, network: str, its: dict) -> bool:
-    """Prints one line; returns whether the goals were reached."""
+def report(batch_size: int, network: str, its: dict) -> None:
+    """Prints one line, with the goals, and whether they were reached."""
     goal, ratios = GOALS[batch_size, network], its["efficiency"]
     reached = median(ratios) >= goal and its["input"] < INPUT_GOAL
     print(
@@ -104,30 +104,31 @@ def report(batch_size: int, network: str, its: dict) -> bool:
         f"{'reached' if reached else 'MISSED'}",
         flush=True,
     )
-    return reached
 
 
 def main() -> None:
     found = {}
     with TemporaryDirectory() as folder:
         model = random_model(folder)
+
+        def take(cluster: Cluster, batch_size: int, network: str, exchange: dict) -> None:
+            its = measure(cluster, settings_of(model, batch_size), exchange)
+            report(batch_size, network, its)
+            found[f"{batch_size}, {network}"] = its
+
         with Cluster(None, 2) as cluster:
             cluster.view.execute(SET_UP, block=True)
             for batch_size in (32, 8):
-                its = measure(cluster, settings_of(model, batch_size), {})
-                report(batch_size, "unshaped", its)
-                found[batch_size, "unshaped"] = its
+                take(cluster, batch_size, "unshaped", {})
         try:
             with Lab(2) as lab, Cluster(lab.hosts, 1, oversubscribe=True) as cluster:
                 cluster.view.execute(SET_UP, block=True)
                 with lab.rate("1gbit"):
-                    its = measure(cluster, settings_of(model, 32), ADVICE)
-                report(32, "1 Gbit/s", its)
-                found[32, "1 Gbit/s"] = its
+                    take(cluster, 32, "1 Gbit/s", ADVICE)
         except NoLab as reason:
             print(f"nothing at 1 Gbit/s: {reason}")
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({f"{b}, {name}": its for (b, name), its in found.items()}))
+    RESULTS.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ SETTINGS = replace(
 )
 
 
-def run(folder=None, **keywords):
+def run(folder, **keywords):
     return FineTuning("mrpc", SETTINGS, checkpoint=folder, **keywords)
 
 

@@ -12,8 +12,8 @@ import datasets
 import pytest
 
 from helpers import data, finetune, models, profiles
+from tests.test_data import qqp_folder
 
-HEADER = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
 WORDS = ["how", "what", "why", "is", "the", "best", "way", "to", "learn", "python", "money"]
 PAIRS = 363_846  # training pairs: GLUE
 GROWTH = 30e6  # bytes that an epoch may add: its order, and what allocators keep
@@ -48,12 +48,13 @@ print(json.dumps({"samples": samples, "growth": max(sizes) - sizes[0]}))
 def write(folder, train=60, dev=20):
     """A folder with QQP's files, of so many pairs."""
     draw = random.Random(0)
-    for name, count in (("train.tsv", train), ("dev.tsv", dev)):
-        with open(folder / name, "w") as file:
-            file.write(HEADER)
-            for row in range(count):
-                first, second = (" ".join(draw.choices(WORDS, k=10)) for _ in range(2))
-                file.write(f"{row}\t{2 * row}\t{2 * row + 1}\t{first}\t{second}\t{row % 2}\n")
+
+    def pairs(count):
+        for row in range(count):
+            first, second = (" ".join(draw.choices(WORDS, k=10)) for _ in range(2))
+            yield f"{row}\t{2 * row}\t{2 * row + 1}\t{first}\t{second}\t{row % 2}\n"
+
+    qqp_folder(folder, "".join(pairs(train)), "".join(pairs(dev)))
     return folder
 
 
@@ -143,9 +144,8 @@ def test_two_processes_make_one_set(tmp_path):
     assert not [file for file in cache.rglob("*incomplete*") if file.suffix != ".lock"]
 
 
-def test_where_the_cache_cannot_be_written_another_folder_is_used_and_named(
-    tmp_path, cache, monkeypatch
-):
+def test_where_the_cache_cannot_be_written_another_folder_is_used_and_named(tmp_path, monkeypatch):
+    monkeypatch.delenv(data.VARIABLE, raising=False)
     (tmp_path / "file").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
     found = data.load("qqp", str(write(tmp_path)))
