@@ -23,7 +23,7 @@ from pathlib import Path
 from helpers.ccl.launch import (
     LaunchError,
     Placement,
-    destroy_group,
+    destroy_groups,
     exchange,
     placement,
     rendezvous,
@@ -154,9 +154,7 @@ def init(backend: str = "ccl", timeout: timedelta = timedelta(minutes=5)) -> Gro
             f"from {place.source}; master {where}; backend {backend} ({library})",
             flush=True,
         )
-    if backend == "gloo":
-        # a group of gloo's that outlives Python may abort the process
-        atexit.register(destroy_group)
+    atexit.register(destroy_groups)
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
     )

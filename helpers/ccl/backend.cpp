@@ -227,7 +227,15 @@ class Engine {
   // oneCCL may wait for ever for a peer: its threads and buffers are left alone from now on, and
   // the process ends without oneCCL's own end, which would wait as well.
   void give_up() { given_up_ = true; }
-  bool given_up() const { return given_up_; }
+
+  // Whether something is still in flight after so long, or was given up: its end may never come.
+  bool unfinished(milliseconds limit) {
+    const auto idle = [this] {
+      std::lock_guard<std::mutex> lock(mutex_);
+      return !busy();
+    };
+    return !drive(idle, Clock::now() + limit) || given_up_;
+  }
 
   void drain(milliseconds limit) { completions_.drain(limit); }
 
@@ -931,7 +939,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return dynamic_cast<BackendCcl&>(*backend).bare_allreduce(tensor, repeats);
       },
       py::call_guard<py::gil_scoped_release>());
-  module.def("given_up", [] { return Engine::get().given_up(); });
+  module.def("unfinished", [](milliseconds limit) { return Engine::get().unfinished(limit); },
+             py::call_guard<py::gil_scoped_release>());
   module.def("drain", [](milliseconds limit) { Engine::get().drain(limit); },
              py::call_guard<py::gil_scoped_release>());
   module.def("give_up", [] { Engine::get().give_up(); });

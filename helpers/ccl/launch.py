@@ -113,11 +113,20 @@ def placement(variables: Mapping[str, str] = os.environ) -> Placement:
     return told[-1]
 
 
-def destroy_group() -> None:
-    """Ends the default process group, where there is one."""
+def _unfinished() -> bool:
+    """Whether oneCCL has operations whose end may never come."""
+    backend = sys.modules.get("ccl_backend")
+    return backend is not None and backend.unfinished(timedelta(seconds=1))
+
+
+def destroy_groups() -> None:
+    """Ends the process groups: one of gloo's that outlives Python may abort the process.
+
+    All are left where oneCCL has operations in flight: their end would wait for the peers.
+    """
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if dist.is_initialized() and not _unfinished():
         dist.destroy_process_group()
 
 
@@ -129,11 +138,10 @@ def _end_mpi() -> None:
     """
     from mpi4py import MPI
 
-    destroy_group()
-    backend = sys.modules.get("ccl_backend")
-    if not (hasattr(sys, "last_value") or (backend and backend.given_up()) or MPI.Is_finalized()):
+    destroy_groups()
+    if not (hasattr(sys, "last_value") or _unfinished() or MPI.Is_finalized()):
         MPI.Finalize()
-        if backend and os.environ.get("CCL_ATL_TRANSPORT") == "ofi":
+        if (backend := sys.modules.get("ccl_backend")) and os.environ.get("CCL_ATL_TRANSPORT") == "ofi":
             backend.give_up()  # else oneCCL's end frees once more what MPI has freed
 
 

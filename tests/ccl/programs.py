@@ -528,6 +528,16 @@ def raising() -> None:
     dist.all_reduce(torch.ones(3))
 
 
+def raising_in_flight() -> None:
+    """One rank raises and has an operation in flight, which the others don't join."""
+    rank, _ = start(30)
+    dist.barrier()
+    if rank == 1:
+        dist.all_reduce(torch.ones(3), async_op=True)
+        raise ArithmeticError("planted")
+    time.sleep(60)
+
+
 def in_flight() -> None:
     """A rank leaves with an operation that nobody will ever answer."""
     rank, _ = start(30)

@@ -79,8 +79,9 @@ def test_a_killed_peer_ends_the_run_of_mpiexec():
     assert ranks.mpiexec("killed", 2, timeout=40).code != 0
 
 
-def test_a_raising_rank_ends_the_run_of_mpiexec():
-    end = ranks.mpiexec("raising", 2, timeout=25)  # less than the collective's own limit
+@pytest.mark.parametrize("program", ["raising", "raising_in_flight"])
+def test_a_raising_rank_ends_the_run_of_mpiexec(program):
+    end = ranks.mpiexec(program, 2, timeout=25)  # less than the collective's own limit
     assert end.code != 0 and "planted" in end.output
 
 
