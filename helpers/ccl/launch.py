@@ -141,7 +141,8 @@ def _end_mpi() -> None:
     destroy_groups()
     if not (hasattr(sys, "last_value") or _unfinished() or MPI.Is_finalized()):
         MPI.Finalize()
-        if (backend := sys.modules.get("ccl_backend")) and os.environ.get("CCL_ATL_TRANSPORT") == "ofi":
+        backend = sys.modules.get("ccl_backend")
+        if backend and os.environ.get("CCL_ATL_TRANSPORT") == "ofi":
             backend.give_up()  # else oneCCL's end frees once more what MPI has freed
 
 
