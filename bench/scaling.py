@@ -1,12 +1,13 @@
 """Two ranks of one core each against one rank of one core: ``make bench``.
 
 A model of DistilBERT's size with random weights, since speed doesn't depend on them, with the
-course's recipe. A round is an epoch over the same samples, whose lengths differ, in batches of the
-same size a rank, so in half as many steps on two. Once on two ranks of this machine, once on two
-nodes of the lab (root only) whose network gives 1 Gbit/s, with what notebook 10 advises there:
-accumulated batches and bf16 gradients. Both sides take turns within one run. COURSE_DATA names a
-folder with real MRPC, else it is the built-in set, whose texts are shorter. Writes
-build/scaling.json.
+course's recipe and what notebook 10 advises: only touched rows of the embedding are sent, and at
+1 Gbit/s (two nodes of the lab, root only) batches are accumulated and gradients are bf16.
+
+A round is an epoch. Two ranks train on each sample twice, so that each of them has the lengths,
+and the padding, that one rank has: among few samples, a batch of twice the size would be padded
+more. All sides take turns within one run. COURSE_DATA names a folder with real MRPC, else it is
+the built-in set, whose texts are shorter. Writes build/scaling.json.
 """
 
 import json

@@ -36,7 +36,15 @@ from helpers import ccl, data, isa, models, profiles, questions, runtime
 from helpers.ccl.hooks import bf16_compress
 from helpers.ccl.launch import is_launched
 from helpers.checkpoint import Checkpoint, CheckpointError
-from helpers.distributed import EVERY_STEP, Exchange, Ranks, Shares, Shuffled, digest
+from helpers.distributed import (
+    EVERY_STEP,
+    Exchange,
+    Ranks,
+    Shares,
+    Shuffled,
+    average_rows,
+    digest,
+)
 from helpers.metrics import Paraphrase, QuestionAnswering
 from helpers.profiles import Task
 from helpers.recipe import (
@@ -264,7 +272,14 @@ class FineTuning:
         if self.recipe.compiled:
             self._training_model = torch.compile(self.model)
         self._sums_gradients = self.ranks.size > 1 and exchange.local_steps == 1
+        self._touched: list[torch.Tensor] = []
         if self._sums_gradients:
+            if exchange.touched_rows:
+                embedding = self.model.get_input_embeddings().weight
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+                    self._training_model,
+                    [n for n, p in self._training_model.named_parameters() if p is embedding],
+                )
             # every rank has the same buffers: nothing to send before each step
             self._training_model = DistributedDataParallel(
                 self._training_model,
@@ -403,11 +418,17 @@ class FineTuning:
             batch = self._next_batch()
         number, self.batches_seen = self.batches_seen, self.batches_seen + 1
         self.samples += self._shares.size(number)
+        if self._sums_gradients and self.exchange.touched_rows:
+            self._touched.append(batch["input_ids"].flatten())
         waits = self._sums_gradients and not last
         with self._training_model.no_sync() if waits else nullcontext():
             return self._backward(batch, self._shares.weight(number) / self.exchange.accumulate)
 
     def _update(self) -> None:
+        if self._touched:
+            gradient = self.model.get_input_embeddings().weight.grad
+            average_rows(gradient, torch.cat(self._touched), self.ranks.group)
+            self._touched.clear()
         if self.master:
             self.master.take_gradients()
         torch.nn.utils.clip_grad_norm_(self.weights, MAX_GRADIENT_NORM)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from helpers import ccl, profiles
-from helpers.distributed import Exchange
+from helpers.distributed import Exchange, average_rows
 from helpers.finetune import FineTuning
 from helpers.timeline import split, trace
 
@@ -32,6 +32,14 @@ def trained(exchange: Exchange, batch_size: int = 4) -> dict:
         "samples": run.samples,
         "agreed": [agreed, agrees(run)],
     }
+
+
+def averages(rank: int) -> tuple[int, torch.Tensor]:
+    """Rank 0 touched rows 1 and 4 (twice), rank 1 rows 4 and 2; row 3 is nobody's."""
+    gradient = torch.zeros(5, 2)
+    rows = [torch.tensor([[1, 4], [4, 1]]), torch.tensor([4, 2])][rank]
+    gradient[rows] = 2.0 * (rank + 1)
+    return average_rows(gradient, rows), gradient
 
 
 def agrees(run: FineTuning) -> bool:
@@ -59,11 +67,17 @@ if __name__ == "__main__":
     found = {
         "every step": trained(Exchange()),
         "small buckets": trained(Exchange(bucket_mb=1, static_graph=True)),
+        "touched rows": trained(Exchange(touched_rows=True)),
+        "touched rows of two batches": trained(
+            Exchange(touched_rows=True, accumulate=2), batch_size=2
+        ),
         "bf16": trained(Exchange(bf16=True)),
         "two batches of half": trained(Exchange(accumulate=2), batch_size=2),
         "local": trained(Exchange(local_steps=2)),
         "traced": traced(Exchange()),
         "traced local": traced(Exchange(local_steps=2)),
     }
+    rows, averaged = averages(place.rank)
+    found["averaged"] = rows, averaged.tolist()
     if place.rank == 0:
         sys.stdout.write(json.dumps(found) + "\n")

@@ -22,13 +22,21 @@ def found():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["small buckets", "two batches of half"])
-def test_buckets_and_accumulation_change_no_step(found, name):
+@pytest.mark.parametrize(
+    "name",
+    ["small buckets", "two batches of half", "touched rows", "touched rows of two batches"],
+)
+def test_buckets_rows_and_accumulation_change_no_step(found, name):
     usual = found["every step"]
     assert found[name]["losses"] == pytest.approx(usual["losses"], rel=1e-3)
     assert found[name]["norm"] == pytest.approx(usual["norm"], rel=1e-6)
     assert found[name]["samples"] == usual["samples"] == 32
     assert found[name]["agreed"] == [True, True]
+
+
+@pytest.mark.slow
+def test_rows_that_some_rank_touched_are_averaged(found):
+    assert found["averaged"] == [3, [[0, 0], [1, 1], [2, 2], [0, 0], [3, 3]]]
 
 
 @pytest.mark.slow
@@ -69,6 +77,7 @@ def test_the_profiler_sees_what_ranks_compute_and_send(found):
         {"accumulate": 0},
         {"local_steps": 0},
         {"local_steps": 2, "bf16": True},
+        {"local_steps": 2, "touched_rows": True},
         {"accumulate": 2, "static_graph": True},
     ],
 )

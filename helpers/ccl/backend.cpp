@@ -243,6 +243,7 @@ class Engine {
 
  private:
   static constexpr int kSpins = 200;
+  static constexpr std::chrono::microseconds kPoll{100};
 
   Engine() {
     on_exit([](int status, void*) { Engine::get().stop(status); }, nullptr);
@@ -262,13 +263,14 @@ class Engine {
     }
   }
 
+  // Sleeps between its looks: it shares a core with the rank's computation.
   void run() {
-    for (int idle = 0;;) {
+    for (;;) {
       {
         std::unique_lock<std::mutex> lock(mutex_);
         wake_.wait(lock, [this] { return drivers_ == 0 && busy(); });
       }
-      idle = step() ? 0 : rest(idle);
+      if (!step()) std::this_thread::sleep_for(kPoll);
     }
   }
 
