@@ -23,10 +23,11 @@ class Exchange:
     Gradients are summed in buckets of ``bucket_mb`` (2**20 bytes), rounded to bf16 where ``bf16``
     says so, while the backward pass computes the next ones; ``static_graph`` promises
     DistributedDataParallel that each step is alike. With ``touched_rows``, the gradient of the word
-    embedding is left to ``average_rows``, with the same result. A step adds up the gradients of ``accumulate``
-    batches first. With ``local_steps``, each rank takes so many steps on weights of its own before
-    all average their weights, and no gradients are summed: local SGD, Lin et al. 2020, "Don't Use
-    Large Mini-Batches, Use Local SGD". The notebook that teaches it: ``10_scaling``.
+    embedding is left to ``average_rows``, with the same result. A step adds up the gradients of
+    ``accumulate`` batches first. With ``local_steps``, each rank takes so many steps on weights of
+    its own before all average their weights, and no gradients are summed: local SGD, Lin et al.
+    2020, "Don't Use Large Mini-Batches, Use Local SGD". The notebook that teaches it:
+    ``10_scaling``.
     """
 
     bucket_mb: float = 25
